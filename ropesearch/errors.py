@@ -1,0 +1,29 @@
+"""The exceptions a user can meet. Each message says what was expected, what was found, and what to do about it."""
+
+
+class RopesearchError(Exception):
+    """Base of every error that is meant for the user; `exit_code` is what the command line ends with."""
+
+    exit_code = 70
+
+
+class InputError(RopesearchError):
+    """What the user gave (a key, a file, a model, a corpus) cannot be used."""
+
+    exit_code = 2
+
+
+class BindingError(RopesearchError):
+    """A rope_config.json and the checkpoint it is used with do not belong together."""
+
+    exit_code = 1
+
+
+class NothingScoredError(RopesearchError):
+    """No candidate of a search could be scored."""
+
+    exit_code = 3
+
+
+class ScoringError(RopesearchError):
+    """One candidate could not be scored (out of memory, not a number). A search records it as a failed trial."""
