@@ -1,0 +1,202 @@
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ropesearch.data.config import SPLITS, CorpusConfig
+from ropesearch.data.windows import Windows, build_windows, check_vocabulary
+from ropesearch.errors import InputError
+from tests.data.conftest import prose
+
+TOKENS = st.integers(1, 4).flatmap(
+    lambda rows: st.integers(2, 12).flatmap(
+        lambda length: st.lists(
+            st.lists(st.integers(0, 2**31 - 1), min_size=length, max_size=length), min_size=rows, max_size=rows
+        )
+    )
+)
+
+
+def make(rows: list[list[int]], **values: Any) -> Windows:
+    parts: dict[str, Any] = {
+        "split": "search",
+        "length_tokens": len(rows[0]),
+        "token_ids": np.array(rows, dtype=np.int32),
+        "documents": tuple(f"{i}.txt" for i in range(len(rows))),
+        "has_bos": True,
+    }
+    return Windows(**(parts | values))
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> CorpusConfig:
+    folder = tmp_path_factory.mktemp("texts")
+    for i in range(12):
+        (folder / f"{i}.txt").write_text(prose(i, 80))
+    return CorpusConfig(path=str(folder), num_search_windows=4, num_selection_windows=3, num_held_out_windows=2)
+
+
+@pytest.mark.parametrize("with_bos", [True, False])
+def test_window_is_bos_and_the_beginning_of_its_document(
+    request: pytest.FixtureRequest, corpus: CorpusConfig, with_bos: bool
+) -> None:
+    tokenizer = request.getfixturevalue("tokenizer" if with_bos else "tokenizer_without_bos")
+    windows = build_windows(corpus, tokenizer, 50, 0, None)
+    assert {split: windows[split].token_ids.shape for split in windows} == dict(
+        zip(SPLITS, [(4, 50), (3, 50), (2, 50)], strict=True)
+    )
+    for split in SPLITS:
+        assert windows[split].split == split and windows[split].has_bos is with_bos
+        for name, row in zip(windows[split].documents, windows[split].token_ids.tolist(), strict=True):
+            text = (Path(corpus.path) / name).read_text()
+            all_tokens = tokenizer.encode(text, add_special_tokens=False)
+            assert row == [*([0] if with_bos else []), *all_tokens][:50]
+    names = [name for split in SPLITS for name in windows[split].documents]
+    assert len(set(names)) == 9
+
+
+def test_bos_is_not_put_twice(tokenizer: Any, corpus: CorpusConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    from tokenizers import processors
+
+    expected = build_windows(corpus, tokenizer, 50, 0, None)["search"].token_ids
+    template = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 0)])
+    previous = tokenizer.backend_tokenizer.post_processor
+    tokenizer.backend_tokenizer.post_processor = template
+    try:
+        assert tokenizer.encode("a")[0] == 0
+        np.testing.assert_array_equal(build_windows(corpus, tokenizer, 50, 0, None)["search"].token_ids, expected)
+    finally:
+        tokenizer.backend_tokenizer.post_processor = previous
+
+
+def test_same_seed_same_bytes_with_and_without_cache(tokenizer: Any, corpus: CorpusConfig, tmp_path: Path) -> None:
+    runs = [build_windows(corpus, tokenizer, 50, 3, folder) for folder in (None, tmp_path, tmp_path)]
+    for split in SPLITS:
+        assert len({run[split].token_ids.tobytes() for run in runs}) == 1
+        assert len({run[split].fingerprint for run in runs}) == 1
+    other = build_windows(corpus, tokenizer, 50, 4, None)
+    assert {run["search"].documents for run in runs} != {other["search"].documents}
+
+
+def test_moved_corpus_keeps_its_fingerprint(tokenizer: Any, corpus: CorpusConfig, tmp_path: Path) -> None:
+    before = build_windows(corpus, tokenizer, 50, 0, None)
+    for path in Path(corpus.path).iterdir():
+        (tmp_path / path.name).write_bytes(path.read_bytes())
+    moved = CorpusConfig(path=str(tmp_path), num_search_windows=4, num_selection_windows=3, num_held_out_windows=2)
+    after = build_windows(moved, tokenizer, 50, 0, None)
+    assert [before[split].fingerprint for split in SPLITS] == [after[split].fingerprint for split in SPLITS]
+
+
+def test_exactly_long_enough_documents_are_taken(tokenizer: Any, tmp_path: Path) -> None:
+    for i in range(3):
+        (tmp_path / f"{i}.txt").write_text(prose(i, 30))
+    lengths = [len(tokenizer.encode(prose(i, 30), add_special_tokens=False)) for i in range(3)]
+    config = CorpusConfig(path=str(tmp_path), num_search_windows=1, num_selection_windows=1, num_held_out_windows=1)
+    build_windows(config, tokenizer, 1 + min(lengths), 0, None)
+    with pytest.raises(
+        InputError, match=f"of at least {min(lengths) + 1} tokens .* got {sum(n > min(lengths) for n in lengths)} long"
+    ):
+        build_windows(config, tokenizer, 2 + min(lengths), 0, None)
+
+
+def test_windows_of_streamed_records_and_files_are_alike(tokenizer: Any, corpus: CorpusConfig, tmp_path: Path) -> None:
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    pq.write_table(pa.table({"text": [prose(i, 80) for i in range(12)]}), tmp_path / "a.parquet")
+    config = CorpusConfig(path=str(tmp_path), num_search_windows=4, num_selection_windows=3, num_held_out_windows=2)
+    windows = build_windows(config, tokenizer, 50, 0, None)
+    for name, row in zip(windows["search"].documents, windows["search"].token_ids.tolist(), strict=True):
+        seed = int(name.removeprefix("a.parquet:")) - 1
+        assert row[1:] == tokenizer.encode(prose(seed, 80), add_special_tokens=False)[:49]
+
+
+@settings(deadline=None)
+@given(rows=TOKENS, data=st.data())
+def test_cut_is_the_beginning_of_every_window(rows: list[list[int]], data: st.DataObject) -> None:
+    windows = make(rows)
+    length = data.draw(st.integers(2, windows.length_tokens))
+    cut = windows.cut(length)
+    assert cut.token_ids.tolist() == [row[:length] for row in rows]
+    assert (cut.split, cut.length_tokens, cut.documents, cut.has_bos) == ("search", length, windows.documents, True)
+    assert cut.fingerprint == make([row[:length] for row in rows]).fingerprint
+    assert (cut.fingerprint == windows.fingerprint) == (length == windows.length_tokens)
+    assert cut.cut(2).fingerprint == windows.cut(2).fingerprint
+
+
+@settings(deadline=None)
+@given(rows=TOKENS, data=st.data())
+def test_fingerprint_changes_with_any_token(rows: list[list[int]], data: st.DataObject) -> None:
+    windows = make(rows)
+    row, column = data.draw(st.integers(0, len(rows) - 1)), data.draw(st.integers(0, len(rows[0]) - 1))
+    changed = [list(tokens) for tokens in rows]
+    changed[row][column] = data.draw(st.integers(0, 2**31 - 1).filter(lambda token: token != rows[row][column]))
+    assert make(changed).fingerprint != windows.fingerprint
+    assert make(rows).fingerprint == windows.fingerprint
+
+
+def test_fingerprint_covers_everything_else() -> None:
+    rows = [[1, 2, 3, 4], [5, 6, 7, 8]]
+    variants = [
+        make(rows),
+        make(rows, split="held_out"),
+        make(rows, has_bos=False),
+        make(rows, documents=("0.txt", "2.txt")),
+        make([[1, 2, 3, 4, 5, 6, 7, 8]]),
+        make([[1, 2], [3, 4], [5, 6], [7, 8]]),
+    ]
+    assert len({windows.fingerprint for windows in variants}) == len(variants)
+    # SHA-256 of [split, length, documents, has_bos, SHA-256 of the little-endian int32 tokens], by sha256sum
+    assert make([[0, 1]], documents=("a",)).fingerprint == (
+        "a751ff095d54e1e3a9585d4e1b63cbc6ab084dc1e81cccffe72be608a84b23a1"
+    )
+
+
+def test_tokens_are_a_read_only_copy() -> None:
+    rows = np.array([[1, 2, 3]], dtype=np.int32)
+    windows = make([[1, 2, 3]], token_ids=rows)
+    rows[0, 0] = 9
+    assert windows.token_ids[0, 0] == 1
+    with pytest.raises(ValueError, match="read-only"):
+        windows.token_ids[0, 0] = 9
+    with pytest.raises(ValueError, match="read-only"):
+        windows.cut(2).token_ids[0, 0] = 9
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"token_ids": np.zeros((1, 3), np.int64)}, "expected int32"),
+        ({"length_tokens": 4}, r"= \(1, 4\), got int32 of shape \(1, 3\)"),
+        ({"documents": ()}, r"= \(0, 3\)"),
+        ({"documents": ("a", "a"), "token_ids": np.zeros((2, 3), np.int32)}, "a document twice"),
+        ({"token_ids": np.array([[1, -1, 2]], np.int32)}, "none below 0, got -1"),
+        ({"length_tokens": 1, "token_ids": np.zeros((1, 1), np.int32)}, "at least 2 tokens, got 1 of 1"),
+    ],
+)
+def test_parts_that_do_not_fit_are_refused(values: dict[str, Any], message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        make([[1, 2, 3]], **values)
+
+
+@pytest.mark.parametrize("length", [-1, 0, 1, 4])
+def test_cut_outside_the_length_is_refused(length: int) -> None:
+    with pytest.raises(InputError, match=f"expected 2 to 3 .* got {length}"):
+        make([[1, 2, 3]]).cut(length)
+
+
+def test_length_below_two_is_refused(tokenizer: Any, corpus: CorpusConfig) -> None:
+    with pytest.raises(InputError, match="length_tokens: expected at least 2, got 1"):
+        build_windows(corpus, tokenizer, 1, 0, None)
+
+
+def test_vocabulary() -> None:
+    windows = make([[1, 2, 99]])
+    check_vocabulary(windows, 100)
+    with pytest.raises(
+        InputError, match=r"below 99, .* got 99 in the search windows; the tokenizer belongs to another"
+    ):
+        check_vocabulary(windows, 99)
