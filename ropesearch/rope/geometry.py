@@ -54,13 +54,14 @@ class Geometry:
         """target_length / original_length; InputError when it is not above 1."""
         if target_length <= self.original_length:
             raise InputError(
-                f"target_length: expected more than original_length = {self.original_length} tokens, got {target_length}; "
-                "ask for a longer target, or give model.original_length if the model was trained on shorter inputs"
+                f"target_length: expected more than original_length = {self.original_length} tokens, "
+                f"got {target_length}; ask for a longer target, "
+                "or give model.original_length if the model was trained on shorter inputs"
             )
         return target_length / self.original_length
 
     def inverse_frequencies(self) -> NDArray[np.float64]:
-        """Radians per token of each pair, float64, shape (num_pairs,): theta^(-2 i / rotary_dim) (RoFormer, sec. 3.3)."""
+        """Radians per token of each pair, float64, shape (num_pairs,): theta^(-2 i / rotary_dim) (RoFormer)."""
         return self.rope_theta ** -(2.0 * np.arange(self.num_pairs) / self.rotary_dim)
 
     def periods_tokens(self) -> NDArray[np.float64]:
@@ -76,7 +77,7 @@ class Geometry:
         return self._first_pair_below(num_turns=1)
 
     def ten_turn_pair(self) -> int:
-        """First pair that makes fewer than ten turns in training: where LongRoPE2 (Alg. 1) starts to look for its d_rcd."""
+        """First pair of fewer than ten turns in training: where LongRoPE2 (Alg. 1) starts to look for its d_rcd."""
         return self._first_pair_below(num_turns=10)
 
     def _first_pair_below(self, num_turns: int) -> int:

@@ -1,0 +1,212 @@
+"""Load a checkpoint: model, tokenizer and rotary geometry, checked to belong together."""
+
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from safetensors import SafetensorError
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from ropesearch.errors import InputError
+from ropesearch.model.checkpoint import check_tokenizer_files, check_weight_files, find_checkpoint, read_json
+from ropesearch.model.config import ModelConfig
+from ropesearch.model.rotary import check_geometry, find_rotary
+from ropesearch.rope.geometry import Geometry
+
+# What transformers raises for files that do not fit together or do not fit on the device.
+_LOAD_ERRORS = (
+    OSError,
+    ValueError,
+    KeyError,
+    TypeError,
+    AttributeError,
+    ArithmeticError,
+    ImportError,
+    RuntimeError,
+    SafetensorError,
+)
+
+
+@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
+class LoadedModel:
+    """A model ready to score: in eval mode, without gradients, with the table its checkpoint describes in force.
+
+    `folder` is the local checkpoint folder; `dtype`, `attention` and `device` say how it was really loaded.
+    """
+
+    model: PreTrainedModel
+    tokenizer: PreTrainedTokenizerBase
+    geometry: Geometry
+    folder: Path
+    dtype: str
+    attention: str
+    device: str
+
+
+def load_model(config: ModelConfig) -> LoadedModel:
+    """Load the checkpoint that `config` names; works without a network when it is local or cached.
+
+    Raises InputError for whatever keeps it from being used: files missing, pickled or not matching config.json, no
+    tokenizer, weights that are not finite, no rotary embedding or one that is already scaled, an architecture whose
+    rotary module is not built as Llama's, a device or attention implementation that is not available.
+    """
+    folder = find_checkpoint(config)
+    geometry = read_geometry(folder, config.original_length, trust_remote_code=config.trust_remote_code)
+    check_weight_files(folder)
+    tokenizer = _read_tokenizer(folder, config.trust_remote_code)
+    device = _device(config.device)
+    try:
+        answer: Any = transformers.AutoModelForCausalLM.from_pretrained(
+            folder,
+            dtype=config.dtype.value,
+            device_map={"": device},
+            attn_implementation=config.attention.value,
+            use_safetensors=True,
+            trust_remote_code=config.trust_remote_code,
+            local_files_only=True,
+            output_loading_info=True,
+        )
+    except _LOAD_ERRORS as error:
+        raise InputError(f"{folder}: the {geometry.model_type} model could not be loaded: {_reason(error)}") from error
+    model, loading_info = answer
+    _check_weights(model, loading_info, folder)
+    check_geometry(find_rotary(model, geometry.model_type), geometry)
+    model.eval().requires_grad_(False)
+    return LoadedModel(
+        model=model,
+        tokenizer=tokenizer,
+        geometry=geometry,
+        folder=folder,
+        dtype=str(model.dtype).removeprefix("torch."),
+        attention=str(model.config._attn_implementation),
+        device=str(device),
+    )
+
+
+def load_tokenizer(config: ModelConfig) -> PreTrainedTokenizerBase:
+    """The checkpoint's tokenizer alone, without fetching or reading weights. Raises InputError when there is none."""
+    return _read_tokenizer(find_checkpoint(config, with_weights=False), config.trust_remote_code)
+
+
+def read_geometry(folder: Path, original_length: int | None = None, *, trust_remote_code: bool = False) -> Geometry:
+    """The rotary geometry that the folder's config.json describes; weights are not touched.
+
+    `original_length` is in tokens; None means the checkpoint's max_position_embeddings. Raises InputError for a model
+    without rotary embeddings, with one table per layer kind, already scaled, quantised, or unknown to transformers.
+    """
+    raw = read_json(folder / "config.json")
+    model_type = raw.get("model_type")
+    if not isinstance(model_type, str):
+        raise InputError(f"{folder / 'config.json'}: expected a model_type, got none")
+    if raw.get("quantization_config"):
+        raise InputError(f"{folder}: expected plain weights, got a quantised checkpoint; give the original one")
+    try:
+        config = transformers.AutoConfig.from_pretrained(
+            folder, trust_remote_code=trust_remote_code, local_files_only=True
+        )
+    except _LOAD_ERRORS as error:
+        raise InputError(
+            f"{folder}: config.json (model type {model_type!r}) is not usable: {_reason(error)}"
+        ) from error
+    if config.get_text_config() is not config:
+        raise InputError(f"model type {model_type!r}: expected a plain decoder, got a model of several parts")
+    parameters = _rope_parameters(config, model_type)
+    head_dim = getattr(config, "head_dim", None) or _head_dim_of(config, model_type)
+    # As transformers does for every scaled type (modeling_rope_utils.py): truncated, not rounded.
+    rotary_dim = int(head_dim * (parameters.get("partial_rotary_factor") or 1.0))
+    length = getattr(config, "max_position_embeddings", None) if original_length is None else original_length
+    if not isinstance(length, int):
+        raise InputError(
+            f"model type {model_type!r}: config.json gives no max_position_embeddings; "
+            "give model.original_length in tokens"
+        )
+    return Geometry(
+        model_type=model_type,
+        head_dim=int(head_dim),
+        rotary_dim=rotary_dim,
+        original_length=length,
+        rope_theta=float(parameters["rope_theta"]),
+    )
+
+
+def _rope_parameters(config: Any, model_type: str) -> dict[str, Any]:
+    """The config's one set of rope parameters, of the unscaled type."""
+    parameters = getattr(config, "rope_parameters", None)
+    if not isinstance(parameters, dict) or not parameters:
+        raise InputError(
+            f"model type {model_type!r}: expected a model with rotary position embeddings, got one without "
+            "(config.json gives no rope parameters)"
+        )
+    if any(isinstance(value, dict) for value in parameters.values()):
+        raise InputError(
+            f"model type {model_type!r}: models with one rotary table per layer kind ({', '.join(sorted(parameters))}) "
+            "are not supported"
+        )
+    rope_type = parameters.get("rope_type", "default")
+    if rope_type != "default":
+        raise InputError(
+            f"model type {model_type!r}: expected a checkpoint without position scaling, got rope_type {rope_type!r}; "
+            "checkpoints that are already scaled are not supported: give the model it was made from"
+        )
+    theta = parameters.get("rope_theta")
+    if isinstance(theta, bool) or not isinstance(theta, int | float) or not math.isfinite(theta):
+        raise InputError(f"model type {model_type!r}: expected a number for rope_theta in config.json, got {theta!r}")
+    return parameters
+
+
+def _head_dim_of(config: Any, model_type: str) -> int:
+    hidden, heads = getattr(config, "hidden_size", None), getattr(config, "num_attention_heads", None)
+    if not isinstance(hidden, int) or not isinstance(heads, int) or heads < 1:
+        raise InputError(
+            f"model type {model_type!r}: config.json gives neither head_dim nor hidden_size and num_attention_heads"
+        )
+    return hidden // heads
+
+
+def _read_tokenizer(folder: Path, trust_remote_code: bool) -> PreTrainedTokenizerBase:
+    check_tokenizer_files(folder)
+    try:
+        tokenizer: PreTrainedTokenizerBase = transformers.AutoTokenizer.from_pretrained(
+            folder, trust_remote_code=trust_remote_code, local_files_only=True
+        )
+    except _LOAD_ERRORS as error:
+        raise InputError(f"{folder}: the tokenizer could not be loaded: {_reason(error)}") from error
+    return tokenizer
+
+
+def _device(name: str) -> torch.device:
+    if name == "auto":
+        return torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
+    try:
+        device = torch.device(name)
+        torch.empty(1, device=device)
+    # torch built without CUDA says so with an AssertionError.
+    except (RuntimeError, AssertionError, NotImplementedError) as error:
+        raise InputError(f"model.device: {name!r} is not available here: {_reason(error)}") from error
+    if device.type == "meta":
+        raise InputError("model.device: expected a device that holds data, got 'meta'")
+    return device
+
+
+def _check_weights(model: PreTrainedModel, loading_info: dict[str, Any], folder: Path) -> None:
+    """InputError when files and config.json do not name the same tensors and shapes, or a weight is not finite."""
+    for problem, keys in (
+        ("lack", loading_info.get("missing_keys")),
+        ("hold tensors that config.json has no place for:", loading_info.get("unexpected_keys")),
+        ("hold tensors of other shapes than config.json asks for:", loading_info.get("mismatched_keys")),
+    ):
+        if keys:
+            names = sorted(str(key[0] if isinstance(key, tuple | list) else key) for key in keys)
+            more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+            raise InputError(f"{folder}: the weight files {problem} {', '.join(names[:3])}{more}")
+    for name, tensor in model.named_parameters():
+        if not bool(torch.isfinite(tensor).all()):
+            raise InputError(f"{folder}: expected finite weights, got NaN or infinity in {name}")
+
+
+def _reason(error: BaseException) -> str:
+    text = str(error).strip()
+    return f"{type(error).__name__}: {text.splitlines()[0][:300]}" if text else type(error).__name__
