@@ -1,0 +1,219 @@
+"""Writing an extended checkpoint as an ordinary checkpoint folder."""
+
+import errno
+import fcntl
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+
+from ropesearch import files
+from ropesearch.artifact import digest, schema
+from ropesearch.artifact.config import WeightsMode
+from ropesearch.artifact.config_json import extended_config, extended_tokenizer_config
+from ropesearch.artifact.schema import Checkpoint, RopeConfig
+from ropesearch.artifact.strict_json import read_json_object
+from ropesearch.errors import BindingError, InputError
+
+# Weights in other formats and what trainers leave behind: never taken along.
+_LEFT_OUT_SUFFIXES = (
+    ".bin", ".ckpt", ".gguf", ".ggml", ".h5", ".msgpack", ".npz", ".onnx", ".onnx_data", ".ot", ".pickle", ".pkl",
+    ".pt", ".pth", ".safetensors", ".tflite", ".zip",
+)  # fmt: skip
+_LEFT_OUT_NAME = "trainer_state.json"
+_MAX_SMALL_FILE_BYTES = 128 << 20
+_FICLONE = 0x40049409  # linux/fs.h
+
+
+def write_checkpoint_folder(
+    source: Path,
+    destination: Path,
+    rope_config: RopeConfig,
+    weights: WeightsMode = WeightsMode.copy,
+    *,
+    allow_unportable: bool = False,
+) -> tuple[str, ...]:
+    """Write `source`, extended by `rope_config`, to the folder `destination`; return the names of files left behind.
+
+    The folder holds rope_config.json, the weights (see WeightsMode), config.json as `extended_config` says,
+    tokenizer_config.json with model_max_length raised, and, as they are, the source's other files at its top level and
+    its chat templates: tokenizer, generation config, licence, model card. Left behind are subfolders (such as
+    original/), hidden files, pickles, weights in other formats, and files above 128 MiB that are not the tokenizer's.
+
+    What config.json cannot express (`RopeConfig.not_portable`) is refused, unless `allow_unportable`: then config.json
+    and tokenizer_config.json keep what the source's say. Other loaders thus see the model as it was, with its old
+    greatest length, rather than a longer one that it does not serve; `ropesearch.load` serves the regime.
+
+    The folder is built beside `destination` and renamed. A destination with the same content is left as it is; one with
+    other content is refused. Raises InputError for that, for a source that cannot be read and for too little disk
+    space; BindingError when the source is not the checkpoint of `rope_config` (all its bytes are read to know).
+    """
+    if rope_config.not_portable and not allow_unportable:
+        raise InputError(
+            f"{destination}: expected a regime that config.json can express, got {', '.join(rope_config.not_portable)}"
+            "; search with one regime and retained_tokens 0, or allow a folder that only ropesearch.load serves"
+        )
+    binding = digest.checkpoint_binding(source)
+    check_binding(rope_config, binding, source)
+    texts = _written_texts(source, rope_config)
+    copied, left_behind = _small_files(source, texts)
+    weight_paths = [] if weights is WeightsMode.none else digest.weight_files(source)
+    if weight_paths and weight_paths[0].name != digest.SINGLE_FILE:
+        copied.append(source / digest.INDEX_FILE)
+
+    if destination.is_symlink() or (destination.exists() and not destination.is_dir()):
+        raise InputError(f"{destination}: expected a folder or nothing, got a file or a link")
+    if destination.is_dir() and any(destination.iterdir()):
+        difference = _difference(source, destination, texts, copied, weight_paths, weights, binding)
+        if difference is None:
+            return left_behind
+        raise InputError(
+            f"{destination}: expected nothing, or the same content, got other: {difference}; remove it first"
+        )
+
+    parent = destination.absolute().parent
+    parent.mkdir(parents=True, exist_ok=True)
+    stage = Path(tempfile.mkdtemp(dir=parent, prefix=f".{destination.name}."))
+    try:
+        for name, content in texts.items():
+            files.write_bytes(stage / name, content)
+        _place(stage, source, copied, weight_paths, weights)
+        stage.chmod(0o777 & ~_umask())
+        _sync(*stage.rglob("*"), stage)
+        os.rename(stage, destination)
+    except OSError as error:
+        raise InputError(f"{destination}: expected a place to write to, got {error.strerror or error}") from error
+    finally:
+        shutil.rmtree(stage, ignore_errors=True)
+    _sync(parent)
+    return left_behind
+
+
+def check_binding(rope_config: RopeConfig, found: Checkpoint, folder: Path) -> None:
+    """Raises BindingError, showing both digests, when `found` is not the checkpoint that `rope_config` is bound to."""
+    bound = rope_config.checkpoint
+    for what, expected, got in (
+        ("weights", bound.digest, found.digest),
+        ("tokenizer", bound.tokenizer_digest, found.tokenizer_digest),
+    ):
+        if expected != got:
+            raise BindingError(
+                f"{folder}: expected {what} with the digest {expected}, as rope_config.json says, got {got}; the "
+                "factors were found for another checkpoint: use that one, or search again for this one"
+            )
+
+
+def _written_texts(source: Path, rope_config: RopeConfig) -> dict[str, bytes]:
+    """The files that are not copies, by name."""
+    config = extended_config(read_json_object(source / "config.json"), rope_config)
+    texts = {schema.FILE_NAME: _json_text(rope_config.to_json()), "config.json": _json_text(config)}
+    if not rope_config.not_portable and (source / digest.TOKENIZER_CONFIG).is_file():
+        tokenizer = read_json_object(source / digest.TOKENIZER_CONFIG)
+        texts[digest.TOKENIZER_CONFIG] = _json_text(extended_tokenizer_config(tokenizer, rope_config.target_length))
+    return texts
+
+
+def _json_text(value: Mapping[str, object]) -> bytes:
+    return (json.dumps(value, indent=2, allow_nan=False) + "\n").encode()
+
+
+def _small_files(source: Path, written: Mapping[str, bytes]) -> tuple[list[Path], tuple[str, ...]]:
+    """The files to copy as they are, and the names of what stays behind."""
+    copied, left_behind = [], []
+    required, weight_paths = set(digest.tokenizer_files(source)), digest.weight_files(source)
+    for path in sorted(source.iterdir()):
+        if path.name in (*written, digest.INDEX_FILE, digest.CHAT_TEMPLATE_FOLDER) or path in weight_paths:
+            continue
+        wanted = path.is_file() and not path.name.startswith(".") and path.suffix.lower() not in _LEFT_OUT_SUFFIXES
+        wanted = wanted and path.name != _LEFT_OUT_NAME and path.stat().st_size <= _MAX_SMALL_FILE_BYTES
+        if wanted or path in required:
+            copied.append(path)
+        else:
+            left_behind.append(path.name)
+    copied += sorted(path for path in required if path.parent.name == digest.CHAT_TEMPLATE_FOLDER)
+    return copied, tuple(left_behind)
+
+
+def _difference(
+    source: Path,
+    destination: Path,
+    texts: Mapping[str, bytes],
+    copied: list[Path],
+    weight_paths: list[Path],
+    weights: WeightsMode,
+    binding: Checkpoint,
+) -> str | None:
+    """What an existing destination has otherwise than it would be written, or None."""
+    expected = {*texts, *(path.relative_to(source).as_posix() for path in (*copied, *weight_paths))}
+    found = {path.relative_to(destination).as_posix() for path in destination.rglob("*") if not path.is_dir()}
+    if expected != found:
+        return f"the files that one has and the other has not are {', '.join(sorted(expected ^ found))}"
+    for name, content in texts.items():
+        if (destination / name).read_bytes() != content:
+            return f"{name} differs"
+    for path in copied:
+        name = path.relative_to(source).as_posix()
+        if (destination / name).read_bytes() != path.read_bytes():
+            return f"{name} differs"
+    sha256 = {file.name: file.sha256 for file in binding.files}
+    for path in weight_paths:
+        placed = destination / path.name
+        if weights is WeightsMode.link:
+            if not placed.is_symlink() or placed.resolve() != path.resolve():
+                return f"{path.name} is not a link to the source's"
+        elif placed.is_symlink() or files.sha256_of_file(placed) != sha256[path.name]:
+            return f"{path.name} differs"
+    return None
+
+
+def _place(stage: Path, source: Path, copied: list[Path], weight_paths: list[Path], weights: WeightsMode) -> None:
+    for path in copied:
+        target = stage / path.relative_to(source)
+        target.parent.mkdir(exist_ok=True)
+        shutil.copyfile(path, target)
+    if weights is WeightsMode.link:
+        for path in weight_paths:
+            (stage / path.name).symlink_to(path.resolve())
+        return
+    to_copy = [path for path in weight_paths if not _reflinked(path, stage / path.name)]
+    needed_bytes = sum(path.stat().st_size for path in to_copy)
+    free_bytes = shutil.disk_usage(stage).free
+    if needed_bytes > free_bytes:
+        raise InputError(
+            f"{stage.parent}: expected {needed_bytes:,} bytes of free disk space for the weights, got {free_bytes:,}; "
+            "free some, or link the weights (weights=link)"
+        )
+    for path in to_copy:
+        shutil.copyfile(path, stage / path.name)
+
+
+def _reflinked(path: Path, target: Path) -> bool:
+    """Make `target` share the bytes of `path` until one of them is changed; False where that is not possible."""
+    with path.open("rb") as source, target.open("wb") as destination:
+        try:
+            fcntl.ioctl(destination.fileno(), _FICLONE, source.fileno())
+        except OSError as error:
+            if error.errno in (errno.EOPNOTSUPP, errno.EXDEV, errno.EINVAL, errno.ENOTTY, errno.ENOSYS, errno.EPERM):
+                return False
+            raise
+    return True
+
+
+def _sync(*paths: Path) -> None:
+    """Flush files and folders to disk, so that a crash after the rename leaves no folder of empty files."""
+    for path in paths:
+        if path.is_symlink():
+            continue
+        descriptor = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+
+
+def _umask() -> int:
+    current = os.umask(0)
+    os.umask(current)
+    return current

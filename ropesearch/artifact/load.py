@@ -1,0 +1,139 @@
+"""Loading what was written: a checkpoint with its searched regime in force, or with its plain table for comparison."""
+
+import contextlib
+import dataclasses
+import json
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from ropesearch.artifact import schema
+from ropesearch.artifact.config_json import extended_config, unscaled_config
+from ropesearch.artifact.digest import checkpoint_binding
+from ropesearch.artifact.folder import check_binding
+from ropesearch.artifact.schema import RopeConfig
+from ropesearch.artifact.strict_json import read_json_object
+from ropesearch.errors import InputError
+from ropesearch.model.config import Attention, DType, ModelConfig
+from ropesearch.model.install import installed
+from ropesearch.model.load import LoadedModel, load_model
+from ropesearch.rope.regime import Regime
+
+
+def load(
+    folder: str | Path,
+    *,
+    device: str = "auto",
+    dtype: str = "auto",
+    attention: str = "sdpa",
+    length_tokens: int | None = None,
+    trust_remote_code: bool = False,
+) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """Load a folder that ropesearch wrote: model and tokenizer, the searched regime in force while the model lives.
+
+    What the regime asks for beyond config.json (retained tokens) is in force too. With several regimes, the one for
+    sequences of `length_tokens` (prompt and answer together) is taken; None means the longest. `device`, `dtype` and
+    `attention` are as in ModelConfig of ropesearch.model.config; inverse frequencies are float32 in any case.
+
+    Every byte of the weights is read to compare their digest. Raises BindingError, showing both digests, when weights
+    or tokenizer are not those of rope_config.json; InputError for a folder that cannot be read or loaded.
+    """
+    folder = Path(folder)
+    rope_config = read_bound(folder)
+    regime = _regime_for(rope_config, length_tokens)
+    loaded = load_unscaled(
+        folder,
+        rope_config,
+        device=device,
+        dtype=_choice(DType, "dtype", dtype),
+        attention=_choice(Attention, "attention", attention),
+        trust_remote_code=trust_remote_code,
+    )
+    model: Any = loaded.model
+    model._ropesearch_installed = _Installed(loaded, regime)
+    # For readers of the config, save_pretrained among them; the table in force does not come from it.
+    model.config.max_position_embeddings = regime.max_length
+    if not rope_config.not_portable:
+        extended = extended_config(read_json_object(folder / "config.json"), rope_config)
+        model.config.rope_parameters = extended["rope_parameters"]
+    return model, loaded.tokenizer
+
+
+def read_bound(folder: Path) -> RopeConfig:
+    """The folder's rope_config.json, after comparing it with the digests of the folder's weights and tokenizer.
+
+    Raises BindingError, showing both digests, when they differ, and InputError when something cannot be read.
+    """
+    rope_config = RopeConfig.read(folder)
+    check_binding(rope_config, checkpoint_binding(folder), folder)
+    return rope_config
+
+
+def load_unscaled(
+    folder: Path,
+    rope_config: RopeConfig,
+    *,
+    device: str = "auto",
+    dtype: DType = DType.auto,
+    attention: Attention = Attention.sdpa,
+    trust_remote_code: bool = False,
+) -> LoadedModel:
+    """The weights of a written folder with the plain table of `rope_config.geometry`, for `installed` to work on.
+
+    This is the model as the search saw it. Weights are not compared with the digest, see `read_bound`. Raises
+    InputError, see `load_model`.
+    """
+    config = unscaled_config(read_json_object(folder / "config.json"), rope_config.geometry)
+    with tempfile.TemporaryDirectory(prefix="ropesearch-") as name:
+        # load_model takes a folder: this one has the same files, but for config.json.
+        view = Path(name)
+        for path in folder.iterdir():
+            if path.name not in ("config.json", schema.FILE_NAME):
+                (view / path.name).symlink_to(path.resolve())
+        (view / "config.json").write_text(json.dumps(config))
+        model_config = ModelConfig(
+            path=name,
+            dtype=dtype,
+            device=device,
+            attention=attention,
+            trust_remote_code=trust_remote_code,
+            original_length=rope_config.geometry.original_length,
+        )
+        try:
+            loaded = load_model(model_config)
+        except InputError as error:
+            raise InputError(str(error).replace(name, str(folder))) from error
+    return dataclasses.replace(loaded, folder=folder)
+
+
+class _Installed:
+    """Keeps a regime installed: its context ends, and takes the regime out, only when the model itself goes."""
+
+    def __init__(self, loaded: LoadedModel, regime: Regime) -> None:
+        self._stack = contextlib.ExitStack()
+        self._stack.enter_context(installed(loaded, regime))
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "_Installed":
+        return self
+
+
+def _regime_for(rope_config: RopeConfig, length_tokens: int | None) -> Regime:
+    if length_tokens is None:
+        return rope_config.regimes[-1]
+    for regime in rope_config.regimes:
+        if length_tokens <= regime.max_length:
+            return regime
+    raise InputError(
+        f"length_tokens: expected at most target_length = {rope_config.target_length} tokens, got {length_tokens}"
+    )
+
+
+def _choice(choices: Any, name: str, value: str) -> Any:
+    try:
+        return choices[value]
+    except KeyError as error:
+        raise InputError(
+            f"{name}: expected one of {', '.join(choice.name for choice in choices)}, got {value!r}"
+        ) from error

@@ -1,0 +1,264 @@
+"""Proving that a folder's weights, table and logits are what its rope_config.json says."""
+
+import gc
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import transformers
+
+from ropesearch import seeding
+from ropesearch.artifact.config import VerifyLevel
+from ropesearch.artifact.config_json import extended_config, extended_tokenizer_config
+from ropesearch.artifact.digest import TOKENIZER_CONFIG, checkpoint_binding
+from ropesearch.artifact.load import load, load_unscaled
+from ropesearch.artifact.schema import RopeConfig
+from ropesearch.artifact.strict_json import read_json_object
+from ropesearch.errors import InputError
+from ropesearch.model.install import installed, rotary_table
+from ropesearch.model.rotary import find_rotary
+from ropesearch.rope.regime import Regime, inverse_frequencies
+
+# float32 powers of theta are this close to the float64 ones (relative); the float32 table itself is compared exactly.
+_TABLE_TOLERANCE = 1e-5
+_LOGITS_TOLERANCE = 1e-5
+_NUM_POSITIONS = 64
+_AUTO_MODEL: Any = transformers.AutoModelForCausalLM
+_LOAD_ERRORS = (OSError, ValueError, KeyError, TypeError, AttributeError, ImportError, RuntimeError)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Finding:
+    """One thing that was looked at: its level, whether it is as it should be, and what and where it is."""
+
+    level: VerifyLevel
+    ok: bool
+    message: str
+
+
+def verify(
+    folder: Path,
+    levels: Sequence[VerifyLevel] = tuple(VerifyLevel),
+    max_logits_tokens: int = 8192,
+    *,
+    device: str = "auto",
+) -> list[Finding]:
+    """Check a written folder against its rope_config.json; the answer is yes when every finding is ok.
+
+    - digest: weights and tokenizer against the digests. rope_config.json has digests of files, not of each tensor, so a
+      difference is narrowed to a file.
+    - table: config.json against the one that would be written, key by key, and the rotary module that transformers
+      builds from it, below and above original_length, against the float32 table (bit for bit), against the float64
+      formula (relative tolerance 1e-5) and against the attention factor (exactly).
+    - logits: the folder as transformers loads it by itself against the unscaled model with the regime installed, on
+      random tokens of lengths 1, original_length - 1, original_length, original_length + 1 and target_length, at up to
+      64 positions, in the checkpoint's dtype (absolute tolerance 1e-5, times the greatest logit where that is above 1).
+      Lengths above `max_logits_tokens` are left out, and `max_logits_tokens` itself takes their place.
+
+    For a regime that config.json cannot express, table asks that config.json describes the unscaled model, and logits
+    compares what `ropesearch.load` gives instead.
+
+    Raises InputError for files that cannot be read, are malformed, or cannot be loaded.
+    """
+    if max_logits_tokens < 1:
+        raise InputError(f"max_logits_tokens: expected at least 1 token, got {max_logits_tokens}")
+    rope_config = RopeConfig.read(folder)
+    findings: list[Finding] = []
+    if VerifyLevel.digest in levels:
+        findings += _check_digest(folder, rope_config)
+    if VerifyLevel.table in levels:
+        findings += _check_table(folder, rope_config)
+    if VerifyLevel.logits in levels:
+        try:
+            findings += _check_logits(folder, rope_config, max_logits_tokens, device)
+        except InputError as error:
+            # What was found already explains why the model cannot be built; the answer is no, not "malformed".
+            if all(finding.ok for finding in findings):
+                raise
+            findings.append(Finding(level=VerifyLevel.logits, ok=False, message=f"not compared: {error}"))
+    return findings
+
+
+def _check_digest(folder: Path, rope_config: RopeConfig) -> Iterator[Finding]:
+    bound, found = rope_config.checkpoint, checkpoint_binding(folder)
+    sha256 = {file.name: file.sha256 for file in found.files}
+    changed = [file.name for file in bound.files if sha256.get(file.name) != file.sha256]
+    weights = ", ".join(name for name in changed if name.endswith(".safetensors"))
+    tokenizer = ", ".join(name for name in changed if not name.endswith(".safetensors"))
+    counted = (found.num_tensors, found.num_parameters)
+    if bound.digest != found.digest:
+        where = f"the difference is in {weights}" if weights else "the files are others"
+        message = f"weights: expected {bound.digest}, got {found.digest}; {where}"
+        if (bound.num_tensors, bound.num_parameters) != counted:
+            message += (
+                f"; expected {bound.num_tensors} tensors with {bound.num_parameters} parameters, "
+                f"got {counted[0]} with {counted[1]}"
+            )
+        yield Finding(level=VerifyLevel.digest, ok=False, message=message)
+    elif (bound.num_tensors, bound.num_parameters) != counted:
+        yield Finding(
+            level=VerifyLevel.digest,
+            ok=False,
+            message=f"rope_config.json: expected {counted[0]} tensors with {counted[1]} parameters, as in the weights, "
+            f"got {bound.num_tensors} with {bound.num_parameters}",
+        )
+    else:
+        message = f"weights: {found.digest} ({found.num_tensors} tensors, {found.num_parameters:,} parameters)"
+        yield Finding(level=VerifyLevel.digest, ok=True, message=message)
+    if bound.tokenizer_digest != found.tokenizer_digest:
+        where = tokenizer or f"{TOKENIZER_CONFIG}, or a file that was not there before"
+        message = (
+            f"tokenizer: expected {bound.tokenizer_digest}, got {found.tokenizer_digest}; the difference is in {where}"
+        )
+        yield Finding(level=VerifyLevel.digest, ok=False, message=message)
+    else:
+        yield Finding(level=VerifyLevel.digest, ok=True, message=f"tokenizer: {found.tokenizer_digest}")
+
+
+def _check_table(folder: Path, rope_config: RopeConfig) -> Iterator[Finding]:
+    geometry, regime = rope_config.geometry, rope_config.regimes[-1]
+    config = read_json_object(folder / "config.json")
+    if rope_config.not_portable:
+        regime = Regime(name="unscaled", max_length=geometry.original_length, factors=(1.0,) * geometry.num_pairs)
+    try:
+        expected = extended_config(config, rope_config)
+    except InputError as error:
+        yield Finding(level=VerifyLevel.table, ok=False, message=str(error))
+        return
+    differences = [f"config.json: {text}" for text in _differences(expected, config, "$")]
+    if (folder / TOKENIZER_CONFIG).is_file() and not rope_config.not_portable:
+        tokenizer = read_json_object(folder / TOKENIZER_CONFIG)
+        raised = extended_tokenizer_config(tokenizer, rope_config.target_length)
+        differences += [f"{TOKENIZER_CONFIG}: {text}" for text in _differences(raised, tokenizer, "$")]
+    for message in differences[:10]:
+        yield Finding(level=VerifyLevel.table, ok=False, message=message)
+    if len(differences) > 10:
+        yield Finding(level=VerifyLevel.table, ok=False, message=f"and {len(differences) - 10} more differences")
+
+    tables, attention_factor = _built_by_transformers(folder, geometry.original_length, rope_config.target_length)
+    exact = rotary_table(geometry, regime).numpy()
+    formula = inverse_frequencies(geometry, regime.factors)
+    for where, table in tables.items():
+        wrong = _wrong_pairs(table, exact, formula)
+        if wrong is not None:
+            yield Finding(level=VerifyLevel.table, ok=False, message=f"inverse frequencies {where}: {wrong}")
+        else:
+            message = f"inverse frequencies {where}: {len(table)} pairs, bit for bit the float32 table of {regime.name}"
+            yield Finding(level=VerifyLevel.table, ok=True, message=message)
+    message = f"attention factor: expected {regime.attention_factor!r}, got {attention_factor!r}"
+    yield Finding(level=VerifyLevel.table, ok=attention_factor == regime.attention_factor, message=message)
+    if rope_config.not_portable:
+        message = (
+            f"config.json cannot express {', '.join(rope_config.not_portable)}: other loaders see the unscaled model, "
+            "ropesearch.load the regime"
+        )
+        yield Finding(level=VerifyLevel.table, ok=True, message=message)
+
+
+def _differences(expected: Any, found: Any, path: str) -> Iterator[str]:
+    """Where two JSON values differ, each with its path and both values."""
+    if isinstance(expected, dict) and isinstance(found, dict):
+        for key in dict.fromkeys((*expected, *found)):
+            yield from _differences(expected.get(key), found.get(key), f"{path}.{key}")
+    elif isinstance(expected, list) and isinstance(found, list) and len(expected) == len(found):
+        for index, (expected_item, found_item) in enumerate(zip(expected, found, strict=True)):
+            yield from _differences(expected_item, found_item, f"{path}[{index}]")
+    elif expected != found:
+        yield f"{path}: expected {expected!r:.80}, got {found!r:.80}"
+
+
+def _wrong_pairs(table: Any, exact: Any, formula: Any) -> str | None:
+    if table.shape != exact.shape:
+        return f"expected {len(exact)} pairs, got {len(table)}"
+    wrong = np.flatnonzero((table != exact) | ~np.isclose(table.astype(np.float64), formula, _TABLE_TOLERANCE, 0))
+    if not len(wrong):
+        return None
+    shown = [f"pair {pair}: expected {float(exact[pair])!r}, got {float(table[pair])!r}" for pair in wrong[:5]]
+    return "; ".join(shown) + (f"; and {len(wrong) - 5} more pairs" if len(wrong) > 5 else "")
+
+
+def _built_by_transformers(folder: Path, original_length: int, target_length: int) -> tuple[dict[str, Any], float]:
+    """The float32 tables in force at original_length and target_length, and the attention factor; no weights needed."""
+    try:
+        config = transformers.AutoConfig.from_pretrained(folder, local_files_only=True)
+        with torch.device("meta"):
+            model = _AUTO_MODEL.from_config(config)
+        rotary: Any = type(find_rotary(model, config.model_type))(config=config)
+        tables = {}
+        for length in (original_length, target_length):
+            with torch.no_grad():
+                rotary(torch.zeros(1), torch.tensor([[length - 1]]))
+            tables[f"at {length} tokens"] = rotary.inv_freq.numpy().copy()
+    except _LOAD_ERRORS as error:
+        raise InputError(
+            f"{folder}: transformers cannot build the model that config.json describes: {error}"
+        ) from error
+    return tables, float(rotary.attention_scaling)
+
+
+def _check_logits(folder: Path, rope_config: RopeConfig, max_logits_tokens: int, device: str) -> Iterator[Finding]:
+    original_length, target_length = rope_config.geometry.original_length, rope_config.target_length
+    wanted = sorted({1, original_length - 1, original_length, original_length + 1, target_length})
+    left_out = [length for length in wanted if length > max_logits_tokens]
+    lengths = [length for length in wanted if length <= max_logits_tokens]
+    if left_out and max_logits_tokens not in lengths:
+        lengths.append(max_logits_tokens)
+
+    loaded = load_unscaled(folder, rope_config, device=device)
+    device = loaded.device
+    with installed(loaded, rope_config.regimes[-1]):
+        expected = _logits(loaded.model, lengths)
+    del loaded
+    gc.collect()
+    if rope_config.not_portable:
+        found = _logits(load(folder, device=device)[0], lengths)
+    else:
+        found = _logits(_plain_load(folder, device), lengths)
+
+    for length, reference, logits in zip(lengths, expected, found, strict=True):
+        difference = float((logits - reference).abs().max())
+        tolerance = _LOGITS_TOLERANCE * max(1.0, float(reference.abs().max()))
+        message = f"{length} tokens: greatest difference {difference:.3g}, tolerance {tolerance:.3g}"
+        yield Finding(level=VerifyLevel.logits, ok=difference <= tolerance, message=message)
+    if left_out:
+        message = (
+            f"left out: {', '.join(str(length) for length in left_out)} tokens, above max_logits_tokens = "
+            f"{max_logits_tokens}"
+        )
+        yield Finding(level=VerifyLevel.logits, ok=True, message=message)
+
+
+def _plain_load(folder: Path, device: str) -> Any:
+    try:
+        model = _AUTO_MODEL.from_pretrained(
+            folder,
+            dtype="auto",
+            device_map={"": device},
+            attn_implementation="sdpa",
+            use_safetensors=True,
+            local_files_only=True,
+        )
+    except _LOAD_ERRORS as error:
+        raise InputError(f"{folder}: transformers cannot load the folder: {error}") from error
+    model.eval()
+    return model
+
+
+def _logits(model: Any, lengths: Sequence[int]) -> list[torch.Tensor]:
+    """float32 logits on the CPU, shape (positions, vocabulary), of random tokens of each length."""
+    vocabulary = model.get_input_embeddings().num_embeddings
+    tokens = torch.from_numpy(seeding.stream(0, "verify").integers(vocabulary, size=max(lengths)))
+    result = []
+    for length in lengths:
+        positions = torch.linspace(0, length - 1, min(length, _NUM_POSITIONS), dtype=torch.float64).round().long()
+        with torch.no_grad():
+            answer = model(
+                input_ids=tokens[None, :length].to(model.device),
+                use_cache=False,
+                logits_to_keep=positions.to(model.device),
+            )
+        result.append(answer.logits[0].float().cpu())
+    return result

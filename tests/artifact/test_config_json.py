@@ -1,0 +1,107 @@
+import dataclasses
+from typing import Any
+
+import pytest
+
+from ropesearch.artifact.config_json import extended_config, extended_tokenizer_config, unscaled_config
+from ropesearch.errors import InputError
+from ropesearch.rope.geometry import LayerRope
+from tests.artifact import examples
+
+SOURCE = {
+    "model_type": "llama",
+    "architectures": ["LlamaForCausalLM"],
+    "max_position_embeddings": 64,
+    "head_dim": None,
+    "rope_theta": 10000.0,
+    "rope_scaling": None,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+    "torch_dtype": "float32",
+    "unknown_key": [1, 2],
+}
+FACTORS = [1.0, 1.01, 1.37, 2.0, 2.93, 3.6, 4.4, 4.81]
+
+
+def test_both_schemas_say_the_same_table() -> None:
+    config = examples.rope_config()
+    table = {
+        "rope_type": "longrope",
+        "type": "longrope",
+        "rope_theta": 10000.0,
+        "factor": 4.0,
+        "original_max_position_embeddings": 64,
+        "short_factor": FACTORS,
+        "long_factor": FACTORS,
+        "attention_factor": 1.137,
+        "short_mscale": 1.137,
+        "long_mscale": 1.137,
+    }
+    assert extended_config(SOURCE, config) == {
+        "model_type": "llama",
+        "architectures": ["LlamaForCausalLM"],
+        "max_position_embeddings": 256,
+        "head_dim": 16,
+        "rope_theta": 10000.0,
+        "rope_scaling": table,
+        "rope_parameters": table,
+        "torch_dtype": "float32",
+        "unknown_key": [1, 2],
+        "rope_config_fingerprint": config.fingerprint,
+    }
+
+
+def test_writing_it_twice_changes_nothing() -> None:
+    once = extended_config(SOURCE, examples.rope_config())
+    assert extended_config(once, examples.rope_config()) == once
+
+
+@pytest.mark.parametrize(
+    ("model_type", "source"), [("phi3", {}), ("llama", {"original_max_position_embeddings": 4096})]
+)
+def test_the_top_level_original_length_is_written_only_where_it_would_win(
+    model_type: str, source: dict[str, Any]
+) -> None:
+    config = examples.rope_config(geometry=examples.toy_geometry(model_type))
+    extended = extended_config({"model_type": model_type, **source}, config)
+    assert extended["original_max_position_embeddings"] == 64
+    assert "original_max_position_embeddings" not in extended_config(SOURCE, examples.rope_config())
+
+
+def test_partial_rotation_is_said_in_both_schemas() -> None:
+    geometry = dataclasses.replace(examples.toy_geometry(), head_dim=64)
+    extended = extended_config(SOURCE, examples.rope_config(geometry=geometry))
+    assert extended["head_dim"] == 64
+    for place in (extended, extended["rope_parameters"], extended["rope_scaling"]):
+        assert place["partial_rotary_factor"] == 0.25
+    assert unscaled_config(extended, geometry)["rope_parameters"]["partial_rotary_factor"] == 0.25
+
+
+def test_what_cannot_be_expressed_leaves_the_model_unscaled() -> None:
+    regime = dataclasses.replace(examples.REGIME, retained_tokens=4)
+    config = examples.rope_config(regimes=(regime,))
+    assert extended_config(SOURCE, config) == {**SOURCE, "rope_config_fingerprint": config.fingerprint}
+
+
+def test_other_models_and_tables_by_layer_kind_are_refused() -> None:
+    with pytest.raises(InputError, match=r"expected model_type 'llama', as in rope_config.json, got 'qwen2'"):
+        extended_config({**SOURCE, "model_type": "qwen2"}, examples.rope_config())
+    layers = {"full_attention": LayerRope(rope_theta=1e6, rescaled=True)}
+    geometry = dataclasses.replace(examples.toy_geometry(), layer_types=layers)
+    with pytest.raises(InputError, match="expected one table for all layers"):
+        extended_config(SOURCE, examples.rope_config(geometry=geometry))
+
+
+def test_unscaled_undoes_extended() -> None:
+    plain = unscaled_config(extended_config(SOURCE, examples.rope_config()), examples.toy_geometry())
+    assert plain["rope_parameters"] == {"rope_type": "default", "rope_theta": 10000.0}
+    assert plain["max_position_embeddings"] == 64
+    assert "rope_scaling" not in plain
+
+
+@pytest.mark.parametrize(
+    ("limit", "expected"), [(64, 256), (256, 256), (300, 300), (1e30, 1e30), (None, None), ("64", "64")]
+)
+def test_the_tokenizer_limit_is_only_raised(limit: Any, expected: Any) -> None:
+    source = {"clean": False, "model_max_length": limit}
+    assert extended_tokenizer_config(source, 256) == {"clean": False, "model_max_length": expected}
+    assert extended_tokenizer_config({}, 256) == {}
