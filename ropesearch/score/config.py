@@ -1,0 +1,35 @@
+"""How windows are scored. Standard library only: configs are composed before torch is loaded."""
+
+from dataclasses import dataclass
+
+from ropesearch.errors import InputError
+
+
+@dataclass(kw_only=True)
+class ScoringConfig:
+    """How windows are scored; `check` says whether the values can be used."""
+
+    # Score only the last tokens of each window, this many; none: all but the first token, which nothing predicts.
+    last_tokens: int | None = None
+    # Tokens of a window that go through the model at once, with a key-value cache; none: the whole window.
+    # When memory runs out, smaller pieces are tried.
+    chunk_tokens: int | None = None
+    # Number of equal position blocks that a window's nats and tokens are kept in.
+    num_blocks: int = 8
+
+    def check(self, length_tokens: int) -> None:
+        """Raise InputError unless windows of `length_tokens` can be scored so."""
+        if self.num_blocks < 1:
+            raise InputError(f"num_blocks: expected at least 1 position block, got {self.num_blocks}")
+        if length_tokens < max(2, self.num_blocks):
+            raise InputError(
+                f"num_blocks: expected windows of at least {max(2, self.num_blocks)} tokens for {self.num_blocks} "
+                f"position blocks, got windows of {length_tokens}; ask for fewer blocks or longer windows"
+            )
+        if self.chunk_tokens is not None and self.chunk_tokens < 1:
+            raise InputError(f"chunk_tokens: expected at least 1 token, got {self.chunk_tokens}")
+        if self.last_tokens is not None and not 1 <= self.last_tokens < length_tokens:
+            raise InputError(
+                f"last_tokens: expected from 1 to {length_tokens - 1} (windows have {length_tokens} tokens and the "
+                f"first is never scored), got {self.last_tokens}"
+            )

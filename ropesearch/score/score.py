@@ -1,0 +1,120 @@
+"""A score: the nats and tokens of windows, by window and by position block. Sums are kept to the end."""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from ropesearch.errors import InputError
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Score:
+    """Nats (float64) and scored tokens (int64), both of shape (num_windows, num_blocks), read-only.
+
+    Block b holds the tokens at positions block_edges[b] .. block_edges[b + 1] - 1 of a window; `block_edges` is int64,
+    of shape (num_blocks + 1,), from 0 to the window's length. Blocks without a scored token hold 0 nats and 0 tokens.
+
+    Raises InputError when shapes do not fit, a number is not finite or negative, or a window has no scored token.
+    """
+
+    nats: NDArray[np.float64]
+    tokens: NDArray[np.int64]
+    block_edges: NDArray[np.int64]
+
+    def __post_init__(self) -> None:
+        for name, kind in (("nats", np.float64), ("tokens", np.int64), ("block_edges", np.int64)):
+            object.__setattr__(self, name, _frozen_array(name, getattr(self, name), kind))
+        edges = self.block_edges
+        if edges.ndim != 1 or len(edges) < 2 or edges[0] != 0 or not (np.diff(edges) > 0).all():
+            raise InputError(f"score: expected block edges that rise from 0, got {edges.tolist()}")
+        num_blocks = len(edges) - 1
+        for name, array in (("nats", self.nats), ("tokens", self.tokens)):
+            if array.ndim != 2 or array.shape[0] < 1 or array.shape[1] != num_blocks:
+                raise InputError(f"score: expected {name} of shape (num_windows, {num_blocks}), got {array.shape}")
+        if self.nats.shape != self.tokens.shape:
+            raise InputError(f"score: expected tokens of the nats' shape {self.nats.shape}, got {self.tokens.shape}")
+        if not np.isfinite(self.nats).all() or (self.nats < 0).any():
+            raise InputError("score: expected finite nats of at least 0")
+        if (self.tokens < 0).any() or (self.tokens > np.diff(edges)).any():
+            raise InputError("score: expected from 0 tokens to the length of its block in every block")
+        if (self.tokens.sum(axis=1) < 1).any():
+            raise InputError("score: expected at least one scored token in every window")
+        if (self.nats[self.tokens == 0] != 0).any():
+            raise InputError("score: expected 0 nats in blocks without a scored token")
+
+    @property
+    def total_nats(self) -> float:
+        """Nats of all windows together (correctly rounded sum)."""
+        return math.fsum(self.nats.ravel().tolist())
+
+    @property
+    def total_tokens(self) -> int:
+        """Scored tokens of all windows together."""
+        return int(self.tokens.sum())
+
+    @property
+    def nats_per_token(self) -> float:
+        """Token-weighted mean: total_nats / total_tokens."""
+        return self.total_nats / self.total_tokens
+
+    @property
+    def perplexity(self) -> float:
+        """exp(nats_per_token); infinity where that is beyond float64."""
+        return perplexity(self.total_nats, self.total_tokens)
+
+    @property
+    def window_nats(self) -> NDArray[np.float64]:
+        """Nats of each window, float64, shape (num_windows,)."""
+        sums: NDArray[np.float64] = self.nats.sum(axis=1)
+        return sums
+
+    @property
+    def window_tokens(self) -> NDArray[np.int64]:
+        """Scored tokens of each window, int64, shape (num_windows,)."""
+        sums: NDArray[np.int64] = self.tokens.sum(axis=1)
+        return sums
+
+    def to_json(self) -> dict[str, Any]:
+        """The score as JSON values; `from_json` gives back exactly the same numbers."""
+        return {
+            "block_edges": self.block_edges.tolist(),
+            "nats": self.nats.tolist(),
+            "tokens": self.tokens.tolist(),
+        }
+
+    @classmethod
+    def from_json(cls, value: Any) -> "Score":
+        """The score that `to_json` wrote; InputError when `value` is not one."""
+        if not isinstance(value, Mapping):
+            raise InputError(f"score: expected a JSON object, got {type(value).__name__}")
+        keys = {"block_edges", "nats", "tokens"}
+        if set(value) != keys:
+            raise InputError(f"score: expected the keys {sorted(keys)}, got {sorted(map(str, value))}")
+        return cls(nats=value["nats"], tokens=value["tokens"], block_edges=value["block_edges"])
+
+
+def perplexity(nats: float, tokens: int) -> float:
+    """exp(nats / tokens), infinity where that is beyond float64. `tokens` is at least 1."""
+    try:
+        return math.exp(nats / tokens)
+    except OverflowError:
+        return math.inf
+
+
+def _frozen_array(name: str, values: ArrayLike, kind: type[np.float64] | type[np.int64]) -> NDArray[Any]:
+    """A read-only copy of `values` with dtype `kind`; InputError when that would change a value."""
+    try:
+        given = np.asarray(values)
+    except ValueError as error:  # rows of different lengths
+        raise InputError(f"score: expected {name} as an array of numbers, got {error}") from None
+    whole = given.dtype.kind in "iu"
+    if not (whole or (given.dtype.kind == "f" and kind is np.float64)):
+        expected = "numbers" if kind is np.float64 else "whole numbers"
+        raise InputError(f"score: expected {name} as an array of {expected}, got {given.dtype}")
+    array = np.array(given, dtype=kind)
+    array.flags.writeable = False
+    return array

@@ -1,0 +1,249 @@
+"""Nats and tokens of windows under the table that is installed right now, in bounded memory.
+
+One window a forward pass, so no window's score depends on another. The hidden states come from the base model; the
+output head runs over pieces of them whose logits stay within a fixed number of bytes, so no array of tokens x
+vocabulary ever exists. With chunks, a window goes through the model piece by piece with a key-value cache, and only the
+hidden states of the piece under way exist. What is computed equals transformers' ForCausalLMLoss (loss/loss_utils.py).
+"""
+
+import inspect
+import logging
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch.nn.functional import cross_entropy
+
+from ropesearch.data.windows import check_vocabulary
+from ropesearch.errors import InputError, ScoringError
+from ropesearch.score.config import ScoringConfig
+from ropesearch.score.score import Score
+
+if TYPE_CHECKING:
+    from ropesearch.data.windows import Windows
+    from ropesearch.model.load import LoadedModel
+
+# float32 logits that exist at once. Small pieces stay in a processor's caches; an accelerator wants longer ones.
+_LOGITS_BYTES_CPU = 16 << 20
+_LOGITS_BYTES_ACCELERATOR = 256 << 20
+# Where memory runs out, chunks are halved down to this.
+_SMALLEST_CHUNK_TOKENS = 256
+_OUT_OF_MEMORY_TEXTS = ("out of memory", "not enough memory", "can't allocate memory", "alloc_failed")
+_NUM_PROBE_TOKENS = 32
+
+_log = logging.getLogger(__name__)
+
+
+def score_windows(
+    loaded: "LoadedModel",
+    windows: "Windows",
+    config: ScoringConfig,
+    on_window: Callable[[int], None] | None = None,
+) -> Score:
+    """Score `windows` under whatever table is installed; `on_window(index)` is called when a window is done.
+
+    Position 0 of a window is never scored: nothing predicts it. The logits are float32 in the loss whatever the model's
+    dtype; nats are summed in float64. Raises InputError for a configuration or token ids that do not fit, ScoringError
+    for nats that are not finite and when memory does not suffice for the smallest chunks.
+    """
+    length_tokens = windows.length_tokens
+    config.check(length_tokens)
+    check_vocabulary(windows, _vocabulary_tokens(loaded.model))
+    first_scored = 1 if config.last_tokens is None else length_tokens - config.last_tokens
+    edges = block_edges(length_tokens, config.num_blocks)
+    # Where each block's scored tokens begin and end in the array of scored nats (empty before the first scored one).
+    bounds = np.maximum(edges, first_scored) - first_scored
+    nats = np.zeros((windows.num_windows, config.num_blocks), dtype=np.float64)
+    chunk_tokens = length_tokens if config.chunk_tokens is None else min(config.chunk_tokens, length_tokens)
+    for index in range(windows.num_windows):
+        token_ids = torch.from_numpy(windows.token_ids[index].astype(np.int64))
+        scored_nats, chunk_tokens = _nats_in_memory(loaded.model, token_ids, first_scored, chunk_tokens)
+        _check_finite(scored_nats, index, windows.documents[index], first_scored, edges)
+        for block in range(config.num_blocks):
+            nats[index, block] = scored_nats[bounds[block] : bounds[block + 1]].sum()
+        if on_window is not None:
+            on_window(index)
+    tokens = np.broadcast_to(np.diff(bounds), nats.shape)
+    return Score(nats=nats, tokens=tokens, block_edges=edges)
+
+
+def block_edges(length_tokens: int, num_blocks: int) -> NDArray[np.int64]:
+    """Edges of equal position blocks, int64, shape (num_blocks + 1,): block b is [edges[b], edges[b + 1])."""
+    return np.arange(num_blocks + 1, dtype=np.int64) * length_tokens // num_blocks
+
+
+def forward_equivalent_tokens(windows: "Windows") -> int:
+    """What scoring `windows` once costs, in tokens through the model."""
+    return windows.num_windows * windows.length_tokens
+
+
+def scoring_identity(loaded: "LoadedModel", windows: "Windows", config: ScoringConfig) -> dict[str, Any]:
+    """All that a score depends on besides regime and weights, as JSON values: equal identities, comparable scores."""
+    return {
+        "dtype": loaded.dtype,
+        "attention": loaded.attention,
+        "chunk_tokens": config.chunk_tokens,
+        "last_tokens": config.last_tokens,
+        "num_blocks": config.num_blocks,
+        "length_tokens": windows.length_tokens,
+        "windows": windows.fingerprint,
+    }
+
+
+def prove_scorer(loaded: "LoadedModel") -> None:
+    """Raise InputError unless this module's way to the logits gives the model's own, whole and chunked, on a probe.
+
+    Models may scale or cap logits after the output head. `final_logit_softcapping` of the config (Gemma 2) is followed;
+    whatever else a model does is refused here, by name, instead of being scored wrongly.
+    """
+    model = loaded.model
+    name = f"{type(model).__name__} (model type {model.config.model_type!r})"
+    token_ids = (torch.arange(_NUM_PROBE_TOKENS) * 7919 + 1) % _vocabulary_tokens(model)
+    with torch.inference_mode():
+        expected = model(input_ids=_on_input_device(model, token_ids), use_cache=False).logits[0]
+        own = _logits(model, _hidden_states(model, token_ids, None))
+        if own.shape != expected.shape:
+            raise InputError(
+                f"model: expected logits of shape {tuple(expected.shape)} from the output head of {name}, got "
+                f"{tuple(own.shape)}; this architecture is not supported"
+            )
+        tolerance = 8 * torch.finfo(expected.dtype).eps * float(expected.abs().max())
+        difference = float((own.float() - expected.float()).abs().max())
+        if not difference <= tolerance:
+            raise InputError(
+                f"model: expected the output head of {name} to give its logits, but they differ by {difference:.3g}: "
+                "the model changes its logits afterwards in a way that is not followed here; it is not supported"
+            )
+        cache = _new_cache(model)
+        halves = token_ids[: _NUM_PROBE_TOKENS // 2], token_ids[_NUM_PROBE_TOKENS // 2 :]
+        pieces = [_logits(model, _hidden_states(model, half, cache)) for half in halves]
+        difference = float((torch.cat(pieces).float() - expected.float()).abs().max())
+        # Other shapes, other order of sums, through all layers: far above rounding, far below a wrong position or mask.
+        tolerance = 1e4 * torch.finfo(torch.float32).eps if expected.dtype == torch.float32 else 0.1
+        if not difference <= tolerance * float(expected.abs().max()):
+            raise InputError(
+                f"model: expected {name} to give the same logits in two chunks with a key-value cache as in one, but "
+                f"they differ by {difference:.3g}; this architecture is not supported"
+            )
+
+
+def _nats_in_memory(
+    model: Any, token_ids: torch.Tensor, first_scored: int, chunk_tokens: int
+) -> tuple[NDArray[np.float64], int]:
+    """Nats of one window and the chunk they were computed with: `chunk_tokens`, or less where memory runs out."""
+    tried = []
+    while True:
+        nats, problem = _attempt(model, token_ids, first_scored, chunk_tokens)
+        if nats is not None:
+            return nats, chunk_tokens
+        tried.append(chunk_tokens)
+        if chunk_tokens <= _SMALLEST_CHUNK_TOKENS:
+            raise ScoringError(f"out of memory with chunks of {', '.join(map(str, tried))} tokens: {problem}")
+        chunk_tokens = max(chunk_tokens // 2, _SMALLEST_CHUNK_TOKENS)
+        _log.warning("out of memory with chunks of %d tokens: %d are tried", tried[-1], chunk_tokens)
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+
+
+def _attempt(
+    model: Any, token_ids: torch.Tensor, first_scored: int, chunk_tokens: int
+) -> tuple[NDArray[np.float64] | None, str]:
+    # A function of its own: when it returns, the failed attempt's tensors are no longer held by the exception.
+    try:
+        return _window_nats(model, token_ids, first_scored, chunk_tokens), ""
+    except (RuntimeError, MemoryError) as error:
+        text = str(error)
+        if not (isinstance(error, MemoryError) or any(known in text.lower() for known in _OUT_OF_MEMORY_TEXTS)):
+            raise
+        return None, text.strip().partition("\n")[0] or type(error).__name__
+
+
+def _window_nats(model: Any, token_ids: torch.Tensor, first_scored: int, chunk_tokens: int) -> NDArray[np.float64]:
+    """Nats of the tokens at first_scored .. length - 1 of one window, from int64 token ids of shape (length,)."""
+    num_tokens = len(token_ids)
+    cache = _new_cache(model) if chunk_tokens < num_tokens else None
+    pieces = []
+    with torch.inference_mode():
+        # The last token, which predicts nothing here, goes through the model all the same: products in low precision
+        # depend on the shape, and so these are the hidden states that the model's own loss is made from.
+        for start in range(0, num_tokens, chunk_tokens):
+            stop = min(start + chunk_tokens, num_tokens)
+            hidden_states = _hidden_states(model, token_ids[start:stop], cache)
+            first, last = (
+                max(first_scored, start + 1),
+                min(stop, num_tokens - 1),
+            )  # what this chunk predicts and is scored
+            if first <= last:
+                targets = token_ids[first : last + 1]
+                pieces.append(_head_nats(model, hidden_states[first - 1 - start : last - start], targets))
+            del hidden_states
+        nats: NDArray[np.float64] = torch.cat(pieces).to(device="cpu", dtype=torch.float64).numpy()
+        return nats
+
+
+def _hidden_states(model: Any, token_ids: torch.Tensor, cache: Any) -> torch.Tensor:
+    """The base model's last hidden states, shape (num_tokens, hidden), of tokens that follow those in `cache`."""
+    base = model.base_model
+    input_ids = _on_input_device(model, token_ids)
+    if cache is None:
+        output = base(input_ids=input_ids, use_cache=False)
+    else:
+        output = base(input_ids=input_ids, use_cache=True, **{_cache_keyword(base): cache})
+    hidden_states: torch.Tensor = output.last_hidden_state
+    return hidden_states[0]
+
+
+def _head_nats(model: Any, hidden_states: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    """Nats of `targets` (num_tokens,) given `hidden_states` (num_tokens, hidden): float32, shape (num_tokens,)."""
+    budget_bytes = _LOGITS_BYTES_CPU if hidden_states.device.type == "cpu" else _LOGITS_BYTES_ACCELERATOR
+    num_rows = max(1, budget_bytes // (4 * _vocabulary_tokens(model)))
+    pieces = []
+    for start in range(0, len(targets), num_rows):
+        logits = _logits(model, hidden_states[start : start + num_rows]).float()
+        pieces.append(cross_entropy(logits, targets[start : start + num_rows].to(logits.device), reduction="none"))
+        del logits  # before the next piece's are made
+    return torch.cat(pieces)
+
+
+def _logits(model: Any, hidden_states: torch.Tensor) -> torch.Tensor:
+    logits: torch.Tensor = model.get_output_embeddings()(hidden_states)
+    cap = getattr(model.config.get_text_config(), "final_logit_softcapping", None)
+    return logits if cap is None else torch.tanh(logits / cap) * cap  # modeling_gemma2.py
+
+
+def _on_input_device(model: Any, token_ids: torch.Tensor) -> torch.Tensor:
+    """Token ids (num_tokens,) as a batch of one sequence, where the input embedding is."""
+    return token_ids[None].to(model.get_input_embeddings().weight.device)
+
+
+def _vocabulary_tokens(model: Any) -> int:
+    """Rows of the input embedding."""
+    return int(model.get_input_embeddings().num_embeddings)
+
+
+def _new_cache(model: Any) -> Any:
+    from transformers import DynamicCache
+
+    return DynamicCache(config=model.config)
+
+
+def _cache_keyword(base: Any) -> str:
+    # Newer releases of transformers renamed it; there the old name still works, but warns.
+    return "cache" if "cache" in inspect.signature(base.forward).parameters else "past_key_values"
+
+
+def _check_finite(
+    nats: NDArray[np.float64], window: int, document: str, first_scored: int, edges: NDArray[np.int64]
+) -> None:
+    bad = np.flatnonzero(~np.isfinite(nats))
+    if not bad.size:
+        return
+    position = first_scored + int(bad[0])
+    block = int(np.searchsorted(edges, position, side="right")) - 1
+    raise ScoringError(
+        f"window {window} (document {document!r}): the nats are not finite from position block {block} on (tokens "
+        f"{edges[block]} to {edges[block + 1] - 1}; {bad.size} of {nats.size} scored tokens, the first at {position}: "
+        f"{nats[bad[0]]})"
+    )
