@@ -8,17 +8,14 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import numpy as np
 
 from ropesearch.errors import InputError, ScoringError
-from ropesearch.model.install import installed
 from ropesearch.rope.geometry import Geometry
 from ropesearch.rope.methods import dynamic_ntk, identity, linear, ntk, yarn
 from ropesearch.rope.regime import Regime
 from ropesearch.score.config import ScoringConfig
-from ropesearch.score.score import perplexity
-from ropesearch.score.scorer import score_windows
+from ropesearch.score.score import Score, perplexity
 
 if TYPE_CHECKING:
     from ropesearch.data.windows import Windows
-    from ropesearch.model.load import LoadedModel
 
 # The regime in force for sequences of so many tokens.
 RegimeAt = Callable[[int], Regime]
@@ -81,7 +78,7 @@ def comparison_regimes(geometry: Geometry, target_length: int, searched: Sequenc
 
 
 def perplexity_table(
-    loaded: "LoadedModel",
+    score: Callable[[Regime, "Windows"], Score],
     windows: "Windows",
     regimes: Mapping[str, RegimeAt],
     lengths: Sequence[int],
@@ -89,12 +86,12 @@ def perplexity_table(
     on_row: Callable[[Evaluation], None] | None = None,
     on_failure: Callable[[str, int, ScoringError], None] | None = None,
 ) -> list[Evaluation]:
-    """Score `windows`, cut to each of `lengths` tokens, under every method's regime at that length.
+    """Score `windows`, cut to each of `lengths` tokens, under every method's regime at that length, with `score`.
 
     Rows come by length, then in the order of `regimes`; `on_row` gets each when it is made. With `on_failure`, a method
     that cannot be scored at a length is handed to it and has no row; without, the ScoringError is raised, naming both.
     Everything is checked before the first window is scored. Raises InputError for lengths that are not distinct and
-    within the windows, for a regime that does not serve its length, and as `score_windows` does.
+    within the windows, for a regime that does not serve its length, and as `score` does.
     """
     if not lengths or not regimes:
         raise InputError("evaluation: expected at least one length and one method, got none")
@@ -105,7 +102,7 @@ def perplexity_table(
     rows = []
     for method, length, regime in plan:
         try:
-            row = _row(loaded, cut[length], method, regime, scoring)
+            row = _row(score(regime, cut[length]), cut[length], method)
         except ScoringError as error:
             named = ScoringError(f"{method} at {length} tokens: {error}")
             if on_failure is None:
@@ -136,9 +133,7 @@ def _planned(
     return method, length, regime
 
 
-def _row(loaded: "LoadedModel", windows: "Windows", method: str, regime: Regime, scoring: ScoringConfig) -> Evaluation:
-    with installed(loaded, regime):
-        score = score_windows(loaded, windows, scoring)
+def _row(score: Score, windows: "Windows", method: str) -> Evaluation:
     return Evaluation(
         method=method,
         split=windows.split,

@@ -20,21 +20,22 @@ def render_table(rows: Sequence[Evaluation]) -> str:
     by_length = [[method, *(_number(cells.get((method, length))) for length in lengths)] for method in methods]
     first = rows[0]
     title = f"perplexity by length in tokens ({first.split}, {len(first.window_nats)} documents)"
-    parts = [title, _aligned([["method", *map(str, lengths)], *by_length])]
+    parts = [title, aligned([["method", *map(str, lengths)], *by_length])]
     longest = [row for row in rows if row.length == lengths[-1]]
     edges = longest[0].block_edges
     if len(edges) > 2:
         header = ["method", *(f"{start}-{stop - 1}" for start, stop in pairwise(edges))]
-        by_position = [[row.method, *map(_perplexity_text, row.block_nats, row.block_tokens)] for row in longest]
-        parts += ["", f"perplexity by position at {lengths[-1]} tokens", _aligned([header, *by_position])]
+        by_position = [[row.method, *map(perplexity_text, row.block_nats, row.block_tokens)] for row in longest]
+        parts += ["", f"perplexity by position at {lengths[-1]} tokens", aligned([header, *by_position])]
     return "\n".join(parts)
 
 
 def _number(row: Evaluation | None) -> str:
-    return "-" if row is None else _perplexity_text(row.nats, row.tokens)
+    return "-" if row is None else perplexity_text(row.nats, row.tokens)
 
 
-def _perplexity_text(nats: float, tokens: int) -> str:
+def perplexity_text(nats: float, tokens: int) -> str:
+    """A perplexity with three decimals, or four digits from 1,000 on; "-" where nothing was scored."""
     if not tokens:
         return "-"
     value = perplexity(nats, tokens)
@@ -43,7 +44,7 @@ def _perplexity_text(nats: float, tokens: int) -> str:
     return f"{value:.0f}" if value < 1e6 else f"{value:.2e}"
 
 
-def _aligned(lines: Sequence[Sequence[str]]) -> str:
+def aligned(lines: Sequence[Sequence[str]]) -> str:
     """Columns padded to their widest cell: the first to the left, the others to the right."""
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     return "\n".join(

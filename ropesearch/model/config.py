@@ -3,6 +3,8 @@
 from dataclasses import dataclass
 from enum import Enum
 
+from ropesearch.settings import setting
+
 
 class DType(Enum):
     """The type that weights are held in; `auto` is the checkpoint's own. Rotary tables are float32 whatever it is."""
@@ -25,17 +27,16 @@ class Attention(Enum):
 class ModelConfig:
     """A checkpoint and how to load it."""
 
-    # checkpoint folder (config.json, model*.safetensors, tokenizer files) or hub id
-    path: str = ""
-    # branch, tag or commit; only for a hub id; none: the default branch
-    revision: str | None = None
-    # type that weights are held in
-    dtype: DType = DType.auto
-    # torch device such as "cpu" or "cuda:0"; "auto": the first GPU if there is one, else the CPU
-    device: str = "auto"
-    # attention implementation
-    attention: Attention = Attention.sdpa
-    # run Python code that ships with the checkpoint
-    trust_remote_code: bool = False
-    # length the model was trained to, in tokens; none: the checkpoint's max_position_embeddings
-    original_length: int | None = None
+    path: str = setting("", "checkpoint folder (config.json, model*.safetensors, tokenizer files) or hub id")
+    revision: str | None = setting(None, "branch, tag or commit; only for a hub id; none: the default branch")
+    dtype: DType = setting(DType.auto, "type that weights are held in")
+    device: str = setting(
+        "auto",
+        "torch device such as 'cpu' or 'cuda:0'; 'auto': the first GPU if there is one, else the CPU",
+    )
+    attention: Attention = setting(Attention.sdpa, "attention implementation")
+    trust_remote_code: bool = setting(False, "run Python code that ships with the checkpoint")
+    original_length: int | None = setting(
+        None,
+        "length the model was trained to, in tokens; none: the checkpoint's max_position_embeddings",
+    )

@@ -3,19 +3,24 @@
 from dataclasses import dataclass
 
 from ropesearch.errors import InputError
+from ropesearch.settings import setting
 
 
 @dataclass(kw_only=True)
 class ScoringConfig:
     """How windows are scored; `check` says whether the values can be used."""
 
-    # Score only the last tokens of each window, this many; none: all but the first token, which nothing predicts.
-    last_tokens: int | None = None
-    # Tokens of a window that go through the model at once, with a key-value cache; none: the whole window.
-    # When memory runs out, smaller pieces are tried.
-    chunk_tokens: int | None = None
-    # Number of equal position blocks that a window's nats and tokens are kept in.
-    num_blocks: int = 8
+    last_tokens: int | None = setting(
+        None,
+        "score only the last tokens of each window, this many; none: all but the first token, which nothing "
+        "predicts",
+    )
+    chunk_tokens: int | None = setting(
+        None,
+        "tokens of a window that go through the model at once, with a key-value cache; none: the whole "
+        "window. When memory runs out, smaller pieces are tried",
+    )
+    num_blocks: int = setting(8, "number of equal position blocks that a window's nats and tokens are kept in")
 
     def check(self, length_tokens: int) -> None:
         """Raise InputError unless windows of `length_tokens` can be scored so."""

@@ -18,6 +18,7 @@ from torch.nn.functional import cross_entropy
 
 from ropesearch.data.windows import check_vocabulary
 from ropesearch.errors import InputError, ScoringError
+from ropesearch.model.config import ModelConfig
 from ropesearch.score.config import ScoringConfig
 from ropesearch.score.score import Score
 
@@ -79,11 +80,11 @@ def forward_equivalent_tokens(windows: "Windows") -> int:
     return windows.num_windows * windows.length_tokens
 
 
-def scoring_identity(loaded: "LoadedModel", windows: "Windows", config: ScoringConfig) -> dict[str, Any]:
+def scoring_identity(model: ModelConfig, windows: "Windows", config: ScoringConfig) -> dict[str, Any]:
     """All that a score depends on besides regime and weights, as JSON values: equal identities, comparable scores."""
     return {
-        "dtype": loaded.dtype,
-        "attention": loaded.attention,
+        "dtype": model.dtype.name,
+        "attention": model.attention.name,
         "chunk_tokens": config.chunk_tokens,
         "last_tokens": config.last_tokens,
         "num_blocks": config.num_blocks,

@@ -2,6 +2,7 @@
 
 import json
 import math
+from collections.abc import Callable
 
 import numpy as np
 import pytest
@@ -9,18 +10,26 @@ import torch
 
 from ropesearch.data.windows import Windows
 from ropesearch.errors import InputError, ScoringError
-from ropesearch.evaluate import perplexity as module
 from ropesearch.evaluate.perplexity import Evaluation, comparison_regimes, perplexity_table
 from ropesearch.model.install import installed
 from ropesearch.model.load import LoadedModel
 from ropesearch.rope import methods
 from ropesearch.rope.regime import Regime
 from ropesearch.score.config import ScoringConfig
+from ropesearch.score.score import Score
 from ropesearch.score.scorer import score_windows
 from tests import toys
 
 TARGET = 128  # the toy's original_length is 64
 SCORING = ScoringConfig(num_blocks=4)
+
+
+def scorer(loaded: LoadedModel) -> Callable[[Regime, Windows], Score]:
+    def score(regime: Regime, windows: Windows) -> Score:
+        with installed(loaded, regime):
+            return score_windows(loaded, windows, SCORING)
+
+    return score
 
 
 @pytest.fixture
@@ -41,7 +50,7 @@ def test_every_row_is_its_regimes_loss(toy_loaded: LoadedModel, windows: Windows
     short, long = searched_regimes()
     seen: list[Evaluation] = []
     rows = perplexity_table(
-        toy_loaded,
+        scorer(toy_loaded),
         windows,
         comparison_regimes(geometry, TARGET, [long, short]),
         [64, 80, TARGET],
@@ -72,7 +81,7 @@ def test_every_row_is_its_regimes_loss(toy_loaded: LoadedModel, windows: Windows
 
 def test_a_row_sums_windows_and_blocks(toy_loaded: LoadedModel, windows: Windows) -> None:
     regime = methods.linear(toy_loaded.geometry, TARGET)
-    (row,) = perplexity_table(toy_loaded, windows, {"pi": lambda length: regime}, [100], SCORING)
+    (row,) = perplexity_table(scorer(toy_loaded), windows, {"pi": lambda length: regime}, [100], SCORING)
     with installed(toy_loaded, regime):
         score = score_windows(toy_loaded, windows.cut(100), SCORING)
     assert (row.method, row.measure, row.split, row.length) == ("pi", "perplexity", "held_out", 100)
@@ -88,7 +97,7 @@ def test_a_row_sums_windows_and_blocks(toy_loaded: LoadedModel, windows: Windows
 
 def test_json_of_a_row_is_strict_and_complete(toy_loaded: LoadedModel, windows: Windows) -> None:
     (row,) = perplexity_table(
-        toy_loaded, windows, {"x": lambda length: methods.identity(toy_loaded.geometry, TARGET)}, [64], SCORING
+        scorer(toy_loaded), windows, {"x": lambda length: methods.identity(toy_loaded.geometry, TARGET)}, [64], SCORING
     )
     read = json.loads(json.dumps(row.to_json(), allow_nan=False))
     assert list(read)[:6] == ["method", "measure", "split", "length", "nats", "tokens"]
@@ -107,17 +116,16 @@ def test_json_of_a_row_is_strict_and_complete(toy_loaded: LoadedModel, windows: 
     }
 
 
-def test_a_failure_is_no_row(toy_loaded: LoadedModel, windows: Windows, monkeypatch: pytest.MonkeyPatch) -> None:
-    def failing(loaded: LoadedModel, cut: Windows, config: ScoringConfig) -> object:
+def test_a_failure_is_no_row(toy_loaded: LoadedModel, windows: Windows) -> None:
+    def failing(regime: Regime, cut: Windows) -> Score:
         if cut.length_tokens == 96:
             raise ScoringError("out of memory with chunks of 96 tokens: x")
-        return score_windows(loaded, cut, config)
+        return scorer(toy_loaded)(regime, cut)
 
-    monkeypatch.setattr(module, "score_windows", failing)
     regimes = {"unscaled": lambda length: methods.identity(toy_loaded.geometry, TARGET)}
     failures: list[tuple[str, int, str]] = []
     rows = perplexity_table(
-        toy_loaded,
+        failing,
         windows,
         regimes,
         [64, 96, 128],
@@ -127,7 +135,7 @@ def test_a_failure_is_no_row(toy_loaded: LoadedModel, windows: Windows, monkeypa
     assert [row.length for row in rows] == [64, 128]
     assert failures == [("unscaled", 96, "unscaled at 96 tokens: out of memory with chunks of 96 tokens: x")]
     with pytest.raises(ScoringError, match=r"^unscaled at 96 tokens: out of memory"):
-        perplexity_table(toy_loaded, windows, regimes, [96], SCORING)
+        perplexity_table(failing, windows, regimes, [96], SCORING)
 
 
 @pytest.mark.parametrize(
@@ -144,15 +152,13 @@ def test_a_failure_is_no_row(toy_loaded: LoadedModel, windows: Windows, monkeypa
 def test_all_is_checked_before_anything_is_scored(
     toy_loaded: LoadedModel,
     windows: Windows,
-    monkeypatch: pytest.MonkeyPatch,
     lengths: list[int],
     scoring: ScoringConfig,
     message: str,
 ) -> None:
-    monkeypatch.setattr(module, "score_windows", lambda *arguments: pytest.fail("scored"))
     with pytest.raises(InputError, match=message):
         perplexity_table(
-            toy_loaded, windows, {"long": lambda length: methods.linear(toy_loaded.geometry, 100)}, lengths, scoring
+            lambda regime, cut: pytest.fail("scored"), windows, {"long": lambda length: methods.linear(toy_loaded.geometry, 100)}, lengths, scoring
         )
 
 

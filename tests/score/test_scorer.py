@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 from ropesearch.data.windows import Windows
 from ropesearch.errors import InputError, ScoringError
+from ropesearch.model.config import Attention, DType, ModelConfig
 from ropesearch.model.install import installed
 from ropesearch.model.load import LoadedModel
 from ropesearch.rope.regime import Regime
@@ -316,11 +317,12 @@ def test_cost_in_tokens() -> None:
     assert forward_equivalent_tokens(random_windows(num_windows=3)) == 3 * LENGTH
 
 
-def test_identity_differs_where_scores_may(toy_loaded: LoadedModel) -> None:
+def test_identity_differs_where_scores_may() -> None:
     windows = random_windows()
-    base = scoring_identity(toy_loaded, windows, ScoringConfig())
+    model = ModelConfig()
+    base = scoring_identity(model, windows, ScoringConfig())
     assert base == {
-        "dtype": "float32",
+        "dtype": "auto",
         "attention": "sdpa",
         "chunk_tokens": None,
         "last_tokens": None,
@@ -329,11 +331,11 @@ def test_identity_differs_where_scores_may(toy_loaded: LoadedModel) -> None:
         "windows": windows.fingerprint,
     }
     others = [
-        scoring_identity(dataclasses.replace(toy_loaded, dtype="bfloat16"), windows, ScoringConfig()),
-        scoring_identity(dataclasses.replace(toy_loaded, attention="eager"), windows, ScoringConfig()),
-        scoring_identity(toy_loaded, random_windows(seed=1), ScoringConfig()),
-        scoring_identity(toy_loaded, windows.cut(64), ScoringConfig()),
-        *(scoring_identity(toy_loaded, windows, config) for config in CONFIGS[1:]),
+        scoring_identity(ModelConfig(dtype=DType.bfloat16), windows, ScoringConfig()),
+        scoring_identity(ModelConfig(attention=Attention.eager), windows, ScoringConfig()),
+        scoring_identity(model, random_windows(seed=1), ScoringConfig()),
+        scoring_identity(model, windows.cut(64), ScoringConfig()),
+        *(scoring_identity(model, windows, config) for config in CONFIGS[1:]),
     ]
     assert all(other != base for other in others)
 

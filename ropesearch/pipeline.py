@@ -1,0 +1,321 @@
+"""The jobs, read from top to bottom: what `ropesearch search`, `evaluate` and `verify` do."""
+
+import dataclasses
+import functools
+import logging
+import math
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import transformers
+
+from ropesearch.artifact.config import VerifyLevel, WeightsMode
+from ropesearch.artifact.digest import checkpoint_binding
+from ropesearch.artifact.folder import write_checkpoint_folder
+from ropesearch.artifact.load import load_unscaled, read_bound
+from ropesearch.artifact.schema import FILE_NAME, RopeConfig
+from ropesearch.artifact.verify import verify as verify_folder
+from ropesearch.config import EvaluateJob, SearchJob, VerifyJob, plain
+from ropesearch.data.windows import Windows, build_windows
+from ropesearch.errors import InputError, ScoringError
+from ropesearch.evaluate.perplexity import Evaluation, RegimeAt, comparison_regimes, perplexity_table
+from ropesearch.files import write_json
+from ropesearch.model.checkpoint import find_checkpoint
+from ropesearch.model.config import ModelConfig
+from ropesearch.model.install import installed, prove_installable
+from ropesearch.model.load import LoadedModel, load_model, load_tokenizer, read_geometry
+from ropesearch.report import EvaluateOutcome, SearchOutcome, VerifyOutcome
+from ropesearch.rope.regime import Regime
+from ropesearch.run_folder import RunFolder, versions
+from ropesearch.score.config import ScoringConfig
+from ropesearch.score.score import Score
+from ropesearch.score.scorer import forward_equivalent_tokens, prove_scorer, score_windows, scoring_identity
+from ropesearch.score.store import ScoreStore
+from ropesearch.search.baselines import baseline_regimes
+from ropesearch.search.budget import Budget
+from ropesearch.search.sampler import EvolutionSampler
+from ropesearch.search.selection import check_selection
+from ropesearch.search.space import SEARCHED, Space
+from ropesearch.search.trials import regime_json
+from ropesearch.search.worker import SearchEvent, SearchResult, run_search
+from ropesearch.track.plots import plot_course, plot_factors
+from ropesearch.track.progress import ProgressDisplay
+
+_log = logging.getLogger(__name__)
+
+
+def search(job: SearchJob) -> SearchOutcome:
+    """Search the factors of a checkpoint; begin, join or go on with the run, and show it when it is finished.
+
+    Everything that can be wrong with the job is found before the weights are loaded. Raises InputError for that,
+    NothingScoredError when no candidate could be scored; KeyboardInterrupt leaves a run that goes on when asked again.
+    """
+    _quiet_libraries()
+    _expect_given({"model.path": job.model.path, "corpus.path": job.corpus.path, "target_length": job.target_length})
+    small_files = find_checkpoint(job.model, with_weights=False)
+    geometry = read_geometry(
+        small_files, job.model.original_length, trust_remote_code=job.model.trust_remote_code
+    )
+    baselines = baseline_regimes(geometry, job.target_length)
+    space = Space(geometry, job.target_length, job.space)
+    sampler = EvolutionSampler(space, job.optimizer, job.seed, len(baselines))
+    job.objective.check(job.target_length)
+    check_selection(job.selection)
+    windows = build_windows(job.corpus, load_tokenizer(job.model), job.target_length, job.seed, _cache_folder(job.cache))
+    cost_tokens = forward_equivalent_tokens(windows["search"])
+    Budget(job.budget, sampler, cost_tokens, len(baselines))
+
+    run = RunFolder.of("search", job.run, plain(job), without=("run", "budget", "cache", "weights"))
+    with run.logged(), ProgressDisplay() as display:
+        source = find_checkpoint(job.model)
+        binding = checkpoint_binding(source)
+        fingerprints = {
+            "weights": binding.digest,
+            "original_length": geometry.original_length,
+            "target_length": job.target_length,
+            "scoring": {split: scoring_identity(job.model, windows[split], job.objective) for split in windows},
+            "space": plain(job.space),
+            "optimizer": plain(job.optimizer),
+            "seed": job.seed,
+        }
+        scorer = _Scorer(
+            load=lambda: load_model(job.model),
+            identity=lambda of: {"weights": binding.digest, **scoring_identity(job.model, of, job.objective)},
+            scoring=job.objective,
+            store=ScoreStore(run.path / "scores"),
+        )
+        run.describe(plain(job))
+
+        def on_event(event: SearchEvent) -> None:
+            display.show(f"{event.split} windows", event.spent_fraction, _best_so_far(event))
+
+        result = run_search(
+            run.path,
+            sampler,
+            lambda regime, split: scorer.score(regime, windows[split]),
+            cost_tokens=cost_tokens,
+            fingerprints=fingerprints,
+            budget=job.budget,
+            selection=job.selection,
+            on_event=on_event,
+        )
+        at_target = {regime.name: regime for regime in [*baselines, result.regime]}
+        at_original = {name: at_target[name] for name in dict.fromkeys(["unscaled", result.method])}
+        rows = []
+        for length, regimes in ((job.target_length, at_target), (geometry.original_length, at_original)):
+            always = {name: functools.partial(_constant, regime) for name, regime in regimes.items()}
+            rows += _rows(scorer.kept, windows["held_out"], always, [length], job.objective, display)
+
+        rope_config = RopeConfig(
+            target_length=job.target_length,
+            geometry=geometry,
+            regimes=(result.regime,),
+            checkpoint=binding,
+            search=_search_record(job, result, windows, fingerprints),
+            evaluation=[row.to_json() for row in rows],
+            versions=versions(),
+        )
+        plot_factors(run.path / "factors.png", geometry, job.target_length, at_target)
+        baseline_nats = {name: score.nats_per_token for name, score in result.search_scores.items() if name != SEARCHED}
+        plot_course(run.path / "course.png", result.course, baseline_nats)
+        rope_config.write(run.path / FILE_NAME)
+        checkpoint = run.path / "checkpoint"
+        write_checkpoint_folder(source, checkpoint, rope_config, job.weights, allow_unportable=True)
+        levels = [level for level in VerifyLevel if level is not VerifyLevel.logits]
+        findings = [] if job.weights is WeightsMode.none else verify_folder(checkpoint, levels)
+        return SearchOutcome(
+            run_folder=run.path,
+            checkpoint_folder=checkpoint,
+            rope_config=rope_config,
+            result=result,
+            rows=rows,
+            findings=findings,
+        )
+
+
+def evaluate(job: EvaluateJob) -> EvaluateOutcome:
+    """Perplexity by length and position on held-out documents: unscaled, linear, NTK, dynamic NTK, YaRN, searched.
+
+    Raises InputError for a folder, corpus or lengths that cannot be used, BindingError for weights that are not those
+    of the folder's rope_config.json. A method that cannot be scored at a length is named, and has no row.
+    """
+    _quiet_libraries()
+    _expect_given({"path": job.path, "corpus.path": job.corpus.path})
+    folder = _checkpoint_of(Path(job.path))
+    rope_config = RopeConfig.read(folder)
+    geometry, target_length = rope_config.geometry, rope_config.target_length
+    lengths = job.lengths or _doublings(geometry.original_length, target_length)
+    for length in lengths:
+        if not 2 <= length <= target_length:
+            raise InputError(f"lengths: expected from 2 to target_length = {target_length} tokens, got {length}")
+        job.objective.check(length)
+    model_config = ModelConfig(path=str(folder), device=job.device)
+    tokenizer = load_tokenizer(model_config)
+    windows = build_windows(job.corpus, tokenizer, max(lengths), job.seed, _cache_folder(job.cache))["held_out"]
+
+    asked = {**plain(job), "path": str(folder.resolve())}
+    run = RunFolder.of("evaluate", job.run, asked, without=("run", "cache", "lengths"))
+    with run.logged(), ProgressDisplay() as display:
+        rope_config = read_bound(folder)
+        run.describe(plain(job))
+        digest = rope_config.checkpoint.digest
+        scorer = _Scorer(
+            load=lambda: load_unscaled(folder, rope_config, device=job.device),
+            identity=lambda of: {"weights": digest, **scoring_identity(model_config, of, job.objective)},
+            scoring=job.objective,
+            store=ScoreStore(run.path / "scores"),
+        )
+        regimes = comparison_regimes(geometry, target_length, rope_config.regimes)
+        failures: list[str] = []
+        rows = _rows(scorer.kept, windows, regimes, lengths, job.objective, display, failures)
+        outcome = EvaluateOutcome(run_folder=run.path, rows=rows, failures=failures)
+        write_json(run.path / "evaluation.json", outcome.to_json())
+        return outcome
+
+
+def verify(job: VerifyJob) -> VerifyOutcome:
+    """Check a folder against its rope_config.json; see `ropesearch.artifact.verify.verify`."""
+    _quiet_libraries()
+    _expect_given({"path": job.path})
+    folder = _checkpoint_of(Path(job.path))
+    return VerifyOutcome(folder=folder, findings=verify_folder(folder, job.levels, job.max_logits_tokens))
+
+
+@dataclasses.dataclass(kw_only=True)
+class _Scorer:
+    """Scores regimes on windows; loads and proves the model when the first one is asked for."""
+
+    load: Callable[[], LoadedModel]
+    identity: Callable[[Windows], dict[str, Any]]
+    scoring: ScoringConfig
+    store: ScoreStore
+
+    @functools.cached_property
+    def loaded(self) -> LoadedModel:
+        loaded = self.load()
+        prove_installable(loaded)
+        prove_scorer(loaded)
+        _log.info("loaded %s as %s with %s attention", loaded.folder, loaded.dtype, loaded.attention)
+        return loaded
+
+    def score(self, regime: Regime, windows: Windows) -> Score:
+        """Score `windows` under `regime`."""
+        with installed(self.loaded, regime):
+            return score_windows(self.loaded, windows, self.scoring)
+
+    def kept(self, regime: Regime, windows: Windows) -> Score:
+        """As `score`, but a score that the run already holds is read."""
+        depends_on = {**self.identity(windows), "regime": regime_json(regime)}
+        score = self.store.get(depends_on)
+        if score is None:
+            score = self.score(regime, windows)
+            self.store.put(depends_on, score)
+        return score
+
+
+def _rows(
+    score: Callable[[Regime, Windows], Score],
+    windows: Windows,
+    regimes: Mapping[str, RegimeAt],
+    lengths: Sequence[int],
+    scoring: ScoringConfig,
+    display: ProgressDisplay,
+    failures: list[str] | None = None,
+) -> list[Evaluation]:
+    """The table of perplexities, its progress shown; failures are collected where a list is given, else raised."""
+    num_cells = len(lengths) * len(regimes)
+    done: list[Evaluation] = []
+    phase = f"held-out windows of {', '.join(map(str, lengths))} tokens"
+
+    def on_row(row: Evaluation) -> None:
+        done.append(row)
+        display.show(phase, len(done) / num_cells, f"{row.method} at {row.length} tokens: {row.perplexity:.3f}")
+
+    def on_failure(method: str, length: int, error: ScoringError) -> None:
+        if failures is None:
+            raise error
+        failures.append(str(error))
+
+    display.show(phase, 0.0)
+    return perplexity_table(score, windows, regimes, lengths, scoring, on_row, on_failure)
+
+
+def _search_record(
+    job: SearchJob, result: SearchResult, windows: Mapping[str, Windows], fingerprints: Mapping[str, Any]
+) -> dict[str, Any]:
+    """The "search" entry of rope_config.json: how the result was found, and the scores it was chosen by."""
+    selection = [
+        {
+            "trial_number": finalist.trial_number,
+            "method": finalist.method,
+            "nats": None if finalist.selection_score is None else finalist.selection_score.total_nats,
+            "tokens": None if finalist.selection_score is None else finalist.selection_score.total_tokens,
+        }
+        for finalist in result.finalists
+    ]
+    return {
+        "optimizer": {"name": "evolution", **plain(job.optimizer)},
+        "space": plain(job.space),
+        "objective": {"name": "perplexity", **plain(job.objective)},
+        "seed": job.seed,
+        "method": result.method,
+        "trial_number": result.trial_number,
+        "num_trials": result.num_trials,
+        "num_failed": result.num_failed,
+        "num_forward_equivalent_tokens": result.num_forward_equivalent_tokens,
+        "stopped_because": result.stopped_because,
+        "data_fingerprint": {split: windows[split].fingerprint for split in windows},
+        "documents": {split: list(windows[split].documents) for split in windows},
+        "scoring": fingerprints["scoring"],
+        "search_scores": {
+            name: {"nats": score.total_nats, "tokens": score.total_tokens} for name, score in result.search_scores.items()
+        },
+        "selection_scores": selection,
+    }
+
+
+def _best_so_far(event: SearchEvent) -> str:
+    if event.best_nats_per_token is None:
+        return f"trial {event.trial_number} failed: {event.failure}"
+    return f"best {math.exp(event.best_nats_per_token):.3f} ({event.best_method}), {event.num_finished} trials"
+
+
+def _constant(regime: Regime, length: int) -> Regime:
+    return regime
+
+
+def _checkpoint_of(path: Path) -> Path:
+    """The checkpoint folder that `path` is, or that the run folder `path` holds."""
+    if not path.is_dir():
+        raise InputError(f"path: expected a checkpoint folder with {FILE_NAME}, or a run folder; there is no folder {path}")
+    for folder in (path / "checkpoint", path):
+        if (folder / FILE_NAME).is_file() and (folder / "config.json").is_file():
+            return folder
+    raise InputError(
+        f"path: expected a checkpoint folder with {FILE_NAME}, or the run folder of a finished search, got {path}; "
+        "`ropesearch search` writes such a folder"
+    )
+
+
+def _doublings(original_length: int, target_length: int) -> list[int]:
+    lengths = [original_length]
+    while lengths[-1] * 2 < target_length:
+        lengths.append(lengths[-1] * 2)
+    return [*lengths, target_length]
+
+
+def _cache_folder(path: str | None) -> Path | None:
+    return None if path is None else Path(path).expanduser()
+
+
+def _expect_given(values: Mapping[str, Any]) -> None:
+    missing = [name for name, value in values.items() if not value]
+    if missing:
+        raise InputError(f"{', '.join(missing)}: expected a value, got none; give {missing[0]}=... (see --help)")
+
+
+def _quiet_libraries() -> None:
+    """Progress bars and warnings of transformers would tear this program's own progress display."""
+    transformers.utils.logging.disable_progress_bar()
+    transformers.utils.logging.set_verbosity_error()

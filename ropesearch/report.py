@@ -1,0 +1,133 @@
+"""What a job came to, as text for a terminal and as JSON for programs."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ropesearch.artifact.schema import RopeConfig
+from ropesearch.artifact.verify import Finding
+from ropesearch.evaluate.interval import paired_interval
+from ropesearch.evaluate.perplexity import Evaluation
+from ropesearch.evaluate.table import aligned, perplexity_text, render_table
+from ropesearch.search.worker import SearchResult
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SearchOutcome:
+    """A finished search: its folder, its checkpoint folder, the result, and the held-out rows that report it."""
+
+    run_folder: Path
+    checkpoint_folder: Path
+    rope_config: RopeConfig
+    result: SearchResult
+    rows: Sequence[Evaluation]
+    findings: Sequence[Finding]
+
+    @property
+    def exit_code(self) -> int:
+        """0 where the folder that was written is what its rope_config.json says, else 1."""
+        return 0 if all(finding.ok for finding in self.findings) else 1
+
+    def to_json(self) -> dict[str, Any]:
+        """The outcome as JSON values: the folders and what rope_config.json holds."""
+        return {
+            "run": str(self.run_folder),
+            "checkpoint": str(self.checkpoint_folder),
+            "rope_config": self.rope_config.to_json(),
+        }
+
+    def to_text(self) -> str:
+        """Perplexities by method and split, the price on short inputs, and where the checkpoint is."""
+        result, target_length = self.result, self.rope_config.target_length
+        original_length = self.rope_config.geometry.original_length
+        regime = result.regime
+        cells = {(row.method, row.length): row for row in self.rows}
+        selected: dict[str, str] = {}
+        for finalist in result.finalists:  # best first; of the candidates only the best is shown
+            score = finalist.selection_score
+            selected.setdefault(finalist.method, "failed" if score is None else f"{score.perplexity:.3f}")
+        won = cells[(result.method, target_length)]
+        lines = [["method", "search", "selection", "held out", f"nats per token above {result.method} (95 % interval)"]]
+        for row in (row for row in self.rows if row.length == target_length):
+            searched = result.search_scores.get(row.method)
+            interval = paired_interval(row, won)
+            above = f"{interval.difference:+.4f} ({interval.low:+.4f} to {interval.high:+.4f})"
+            lines.append(
+                [
+                    row.method,
+                    "-" if searched is None else f"{searched.perplexity:.3f}",
+                    selected.get(row.method, "-"),
+                    perplexity_text(row.nats, row.tokens),
+                    "" if row is won else above,
+                ]
+            )
+        before, after = cells[("unscaled", original_length)], cells[(result.method, original_length)]
+        price = math.expm1(after.nats / after.tokens - before.nats / before.tokens)
+        parts = [
+            f"perplexity at {target_length} tokens ({len(won.window_nats)} held-out documents)",
+            aligned(lines),
+            "",
+            f"chosen: {result.method} (trial {result.trial_number} of {result.num_trials}, {result.num_failed} failed), "
+            f"attention factor {regime.attention_factor:.3f}, factors {regime.factors[0]:.2f} to {regime.factors[-1]:.2f}",
+            f"price on short inputs: perplexity at {original_length} tokens {perplexity_text(before.nats, before.tokens)} "
+            f"unscaled, {perplexity_text(after.nats, after.tokens)} now ({price:+.1%})",
+        ]
+        if result.method != "searched":
+            parts.append(f"no candidate beat {result.method} on the selection windows, so rope_config.json holds that")
+        if self.rope_config.not_portable:
+            parts.append(
+                f"other loaders cannot express {', '.join(self.rope_config.not_portable)}: the folder's config.json is "
+                "that of the unscaled model, and only ropesearch.load serves the regime"
+            )
+        parts += [finding.message for finding in self.findings if not finding.ok]
+        parts += [
+            "",
+            f"run         {self.run_folder}  (rope_config.json, factors.png, course.png, study.journal, log.txt)",
+            f"checkpoint  {self.checkpoint_folder}  ({'as its rope_config.json says' if not self.exit_code else 'NOT verified'}; "
+            f"all levels: ropesearch verify {self.checkpoint_folder})",
+        ]
+        return "\n".join(parts)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EvaluateOutcome:
+    """Rows of perplexity by method, length and position, and the methods that could not be scored."""
+
+    run_folder: Path
+    rows: Sequence[Evaluation]
+    failures: Sequence[str]
+    exit_code: int = 0
+
+    def to_json(self) -> dict[str, Any]:
+        """The rows as JSON values."""
+        rows = [row.to_json() for row in self.rows]
+        return {"run": str(self.run_folder), "evaluation": rows, "failures": list(self.failures)}
+
+    def to_text(self) -> str:
+        """The tables, for a terminal."""
+        return "\n".join([render_table(self.rows), *(f"not scored: {failure}" for failure in self.failures)])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VerifyOutcome:
+    """What `verify` found."""
+
+    folder: Path
+    findings: Sequence[Finding]
+
+    @property
+    def exit_code(self) -> int:
+        """0 where all is as rope_config.json says, else 1."""
+        return 0 if all(finding.ok for finding in self.findings) else 1
+
+    def to_json(self) -> dict[str, Any]:
+        """The findings as JSON values."""
+        rows = [{"level": each.level.name, "ok": each.ok, "message": each.message} for each in self.findings]
+        return {"folder": str(self.folder), "verified": self.exit_code == 0, "findings": rows}
+
+    def to_text(self) -> str:
+        """One line a finding, and the answer."""
+        lines = [f"{'ok  ' if each.ok else 'FAIL'}  {each.level.name:<7} {each.message}" for each in self.findings]
+        return "\n".join([*lines, "verified" if self.exit_code == 0 else "NOT verified"])
