@@ -4,6 +4,7 @@ import dataclasses
 import functools
 import logging
 import math
+import shutil
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -34,6 +35,7 @@ from ropesearch.score.scorer import forward_equivalent_tokens, prove_scorer, sco
 from ropesearch.score.store import ScoreStore
 from ropesearch.search.baselines import baseline_regimes
 from ropesearch.search.budget import Budget
+from ropesearch.search.ownership import exclusive
 from ropesearch.search.sampler import EvolutionSampler
 from ropesearch.search.selection import check_selection
 from ropesearch.search.space import SEARCHED, Space
@@ -119,9 +121,9 @@ def search(job: SearchJob) -> SearchOutcome:
         plot_factors(run.path / "factors.png", geometry, job.target_length, at_target)
         baseline_nats = {name: score.nats_per_token for name, score in result.search_scores.items() if name != SEARCHED}
         plot_course(run.path / "course.png", result.course, baseline_nats)
-        rope_config.write(run.path / FILE_NAME)
         checkpoint = run.path / "checkpoint"
-        write_checkpoint_folder(source, checkpoint, rope_config, job.weights, allow_unportable=True)
+        with exclusive(run.path):  # another worker of this run may be at the same point
+            rope_config = _written(run.path, checkpoint, source, rope_config, job.weights)
         levels = [level for level in VerifyLevel if level is not VerifyLevel.logits]
         findings = [] if job.weights is WeightsMode.none else verify_folder(checkpoint, levels)
         return SearchOutcome(
@@ -239,6 +241,22 @@ def _rows(
 
     display.show(phase, 0.0)
     return perplexity_table(score, windows, regimes, lengths, scoring, on_row, on_failure)
+
+
+def _written(run: Path, checkpoint: Path, source: Path, rope_config: RopeConfig, weights: WeightsMode) -> RopeConfig:
+    """Write the run's rope_config.json and checkpoint folder; what a larger budget has improved on is replaced.
+
+    A result that is already there stays as it was written, with the versions that it was found with.
+    """
+    if (run / FILE_NAME).is_file():
+        there = RopeConfig.read(run)
+        if there.fingerprint == rope_config.fingerprint:
+            rope_config = there
+        elif checkpoint.is_dir():
+            shutil.rmtree(checkpoint)
+    rope_config.write(run / FILE_NAME)
+    write_checkpoint_folder(source, checkpoint, rope_config, weights, allow_unportable=True)
+    return rope_config
 
 
 def _search_record(

@@ -1,0 +1,98 @@
+"""When a search ends, as a function of what its study holds."""
+
+import math
+from collections.abc import Sequence
+
+from optuna.trial import FrozenTrial, TrialState
+
+from ropesearch.errors import InputError
+from ropesearch.search.config import BudgetConfig
+from ropesearch.search.sampler import EvolutionSampler
+from ropesearch.search.trials import COST, SECONDS, is_searched, ranked, recorded_candidate
+
+_HOPELESS_FAILURES = 16  # trials in a row from the first, all failed: the rest would fail too
+
+
+class Budget:
+    """A BudgetConfig with the sampler's own end and the price of a trial.
+
+    Raises InputError when a limit is not a number above 0, or too low for one candidate beside the baselines.
+    """
+
+    def __init__(self, config: BudgetConfig, sampler: EvolutionSampler, cost_tokens: int, num_baselines: int) -> None:
+        for name in ("num_trials", "forward_equivalent_tokens", "minutes", "patience_trials"):
+            limit = getattr(config, name)
+            if limit is not None and not (math.isfinite(limit) and limit > 0):
+                raise InputError(f"budget.{name}: expected a number above 0, or null for no limit, got {limit}")
+        least = (num_baselines + 1) * cost_tokens
+        if config.forward_equivalent_tokens is not None and config.forward_equivalent_tokens < least:
+            raise InputError(
+                f"budget.forward_equivalent_tokens: expected at least {least} ({num_baselines} baselines and one "
+                f"candidate of {cost_tokens} tokens each), got {config.forward_equivalent_tokens}"
+            )
+        self._config = config
+        self._sampler = sampler
+        self._cost_tokens = cost_tokens
+        self._num_baselines = num_baselines
+
+    def reached(self, trials: Sequence[FrozenTrial]) -> str | None:
+        """Why no further candidate is asked, or None. Running trials count as if they were finished."""
+        config = self._config
+        num_candidates = max(0, len(trials) - self._num_baselines)
+        if num_candidates >= self._sampler.num_candidates:
+            return "num_generations"
+        if config.num_trials is not None and num_candidates >= config.num_trials:
+            return "num_trials"
+        if config.forward_equivalent_tokens is not None:
+            spent = sum(trial.user_attrs.get(COST, self._cost_tokens) for trial in trials)
+            if spent + self._cost_tokens > config.forward_equivalent_tokens:
+                return "forward_equivalent_tokens"
+        if config.minutes is not None and spent_seconds(trials) >= 60 * config.minutes:
+            return "minutes"
+        if config.patience_trials is not None and trials_without_improvement(trials) >= config.patience_trials:
+            return "patience_trials"
+        if (
+            num_candidates >= self._sampler.space.num_candidates
+            and num_known(trials) >= self._sampler.space.num_candidates
+        ):
+            return "every candidate of the space is in the study"
+        first = trials[:_HOPELESS_FAILURES]
+        if len(first) == _HOPELESS_FAILURES and all(trial.state is TrialState.FAIL for trial in first):
+            return f"the first {_HOPELESS_FAILURES} trials failed"
+        return None
+
+    def spent_fraction(self, trials: Sequence[FrozenTrial]) -> float:
+        """How much of the budget is spent by finished trials, in [0, 1]; patience does not count."""
+        config = self._config
+        finished = [trial for trial in trials if trial.state.is_finished()]
+        num_candidates = max(0, len(finished) - self._num_baselines)
+        parts = [num_candidates / self._sampler.num_candidates]
+        if config.num_trials is not None:
+            parts.append(num_candidates / config.num_trials)
+        if config.forward_equivalent_tokens is not None:
+            parts.append(spent_tokens(finished) / config.forward_equivalent_tokens)
+        if config.minutes is not None:
+            parts.append(spent_seconds(finished) / (60 * config.minutes))
+        return min(1.0, max(parts))
+
+
+def spent_tokens(trials: Sequence[FrozenTrial]) -> int:
+    """Forward-equivalent tokens of all scoring on the search split."""
+    return sum(trial.user_attrs.get(COST, 0) for trial in trials)
+
+
+def spent_seconds(trials: Sequence[FrozenTrial]) -> float:
+    """Seconds of all scoring on the search split: active time, summed over workers."""
+    return math.fsum(trial.user_attrs.get(SECONDS, 0.0) for trial in trials)
+
+
+def trials_without_improvement(trials: Sequence[FrozenTrial]) -> int:
+    """Finished candidates numbered after the best one; all of them where none could be scored."""
+    finished = [trial for trial in trials if is_searched(trial) and trial.state.is_finished()]
+    best = ranked(finished)[:1]
+    return sum(trial.number > best[0].number for trial in finished) if best else len(finished)
+
+
+def num_known(trials: Sequence[FrozenTrial]) -> int:
+    """Different candidates in the study."""
+    return len({recorded_candidate(trial) for trial in trials} - {None})

@@ -1,0 +1,79 @@
+"""Who is at work on a run folder: one lock file per worker, freed by the kernel when the worker dies.
+
+Locks are flock(2) locks, so this holds between processes of one machine.
+"""
+
+import fcntl
+import os
+import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+_LOCK_NAME = "search.lock"
+_WORKERS = "workers"
+
+
+@contextmanager
+def exclusive(run_folder: Path) -> Iterator[None]:
+    """Hold the run folder's one lock: for asking, adopting and opening, never while scoring."""
+    with _open(run_folder / _LOCK_NAME) as descriptor:
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
+
+
+@contextmanager
+def claimed(path: Path) -> Iterator[bool]:
+    """Try to hold the lock file `path`, without waiting; yields whether it is held. The file is removed afterwards."""
+    with _open(path) as descriptor:
+        held = _try_lock(descriptor) and _is_at(descriptor, path)
+        try:
+            yield held
+        finally:
+            if held:
+                path.unlink(missing_ok=True)
+
+
+@contextmanager
+def working(run_folder: Path) -> Iterator[str]:
+    """Be a worker of the run folder within this block; yields the worker's id, which no other has."""
+    worker = uuid.uuid4().hex
+    with claimed(_lock_path(run_folder, worker)):
+        yield worker
+
+
+def is_alive(run_folder: Path, worker: str) -> bool:
+    """Whether the process of that worker still runs and is still at work."""
+    with suppress(FileNotFoundError), _open(_lock_path(run_folder, worker), create=False) as descriptor:
+        return not _try_lock(descriptor)
+    return False
+
+
+def _lock_path(run_folder: Path, worker: str) -> Path:
+    return run_folder / _WORKERS / f"{worker}.lock"
+
+
+@contextmanager
+def _open(path: Path, create: bool = True) -> Iterator[int]:
+    if create:
+        path.parent.mkdir(parents=True, exist_ok=True)
+    descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC | (os.O_CREAT if create else 0), 0o666)
+    try:
+        yield descriptor
+    finally:
+        os.close(descriptor)  # frees the lock
+
+
+def _try_lock(descriptor: int) -> bool:
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
+def _is_at(descriptor: int, path: Path) -> bool:
+    """Whether the open file is still the one at `path`, and not one that its last holder has removed."""
+    with suppress(FileNotFoundError):
+        return os.path.samestat(os.fstat(descriptor), path.stat())
+    return False

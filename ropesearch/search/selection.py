@@ -1,0 +1,121 @@
+"""The finalists: the best candidates and the baselines, scored again on windows that did not guide the search."""
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+from optuna.trial import FrozenTrial
+
+from ropesearch.errors import InputError, NothingScoredError, ScoringError
+from ropesearch.rope.regime import Regime
+from ropesearch.score.score import Score
+from ropesearch.search.config import SelectionConfig
+from ropesearch.search.ownership import claimed
+from ropesearch.search.study import OpenStudy
+from ropesearch.search.trials import identity, is_searched, ranked, recorded_regime, recorded_score
+
+SELECTION = "selection"
+
+_POLL_SECONDS = 0.2
+
+
+@dataclass(frozen=True, slots=True)
+class Finalist:
+    """A trial with its scores on search and selection windows; `failure` says why there is none on the latter."""
+
+    trial_number: int
+    method: str
+    regime: Regime
+    search_score: Score
+    selection_score: Score | None = None
+    failure: str | None = None
+
+
+def check_selection(config: SelectionConfig) -> None:
+    """Raise InputError unless there is at least one finalist."""
+    if config.num_finalists < 1:
+        raise InputError(f"selection.num_finalists: expected at least 1, got {config.num_finalists}")
+
+
+def choose_finalists(trials: Sequence[FrozenTrial], config: SelectionConfig, max_length: int) -> list[Finalist]:
+    """The best num_finalists searched trials and every scored baseline, by search score."""
+    scored = ranked(trials)
+    best = [trial for trial in scored if is_searched(trial)][: config.num_finalists]
+    chosen = ranked([*best, *(trial for trial in scored if not is_searched(trial))])
+    finalists = []
+    for trial in chosen:
+        score = recorded_score(trial)
+        if score is None:
+            raise InputError(f"trial {trial.number} is finished without a score: the study was not written by a search")
+        regime = recorded_regime(trial, max_length)
+        finalists.append(Finalist(trial_number=trial.number, method=regime.name, regime=regime, search_score=score))
+    return finalists
+
+
+def score_finalists(
+    opened: OpenStudy,
+    finalists: Sequence[Finalist],
+    evaluate: Callable[[Regime, str], Score],
+    on_scored: Callable[[Finalist, float], None],
+) -> list[Finalist]:
+    """Score finalists on the selection windows, best first; those that could not be scored come last. `on_scored` gets
+    each with the fraction that is done.
+
+    Each score is kept in the study when it is known, under the exact values of its regime, so nothing is scored twice:
+    not after a kill, not for two finalists with the same values, and not by two workers (each claims what it scores).
+    Equal scores are ordered by search score, then by trial number, so a baseline wins against a candidate that is the
+    same.
+
+    Raises NothingScoredError when none could be scored.
+    """
+    waiting = list(finalists)
+    done: list[Finalist] = []
+    while waiting:
+        left = []
+        for finalist in waiting:
+            scored = _scored(opened, finalist, evaluate)
+            if scored is None:
+                left.append(finalist)
+                continue
+            done.append(scored)
+            on_scored(scored, len(done) / len(finalists))
+        if len(left) == len(waiting):
+            time.sleep(_POLL_SECONDS)  # all that is left is being scored by other workers, which may die
+        waiting = left
+    if all(finalist.selection_score is None for finalist in done):
+        reasons = sorted({str(finalist.failure) for finalist in done})
+        raise NothingScoredError(
+            f"none of {len(done)} finalists could be scored on the selection windows: {'; '.join(reasons)}"
+        )
+    return sorted(done, key=_order)
+
+
+def _scored(opened: OpenStudy, finalist: Finalist, evaluate: Callable[[Regime, str], Score]) -> Finalist | None:
+    """The finalist with its outcome, or None while another worker is at it."""
+    name = identity(finalist.regime)
+    key = f"{SELECTION}/{name}"
+    recorded = opened.study.user_attrs.get(key)
+    if recorded is None:
+        with claimed(opened.run_folder / "workers" / f"{SELECTION}-{name}.lock") as mine:
+            if not mine:
+                return None
+            recorded = opened.study.user_attrs.get(key)  # it may have been scored just before
+            if recorded is None:
+                try:
+                    recorded = {"score": evaluate(finalist.regime, SELECTION).to_json()}
+                except ScoringError as error:
+                    recorded = {"failure": str(error)}
+                opened.study.set_user_attr(key, recorded)
+    if "failure" in recorded:
+        return replace(finalist, failure=recorded["failure"])
+    return replace(finalist, selection_score=Score.from_json(recorded["score"]))
+
+
+def _order(finalist: Finalist) -> tuple[bool, float, float, int]:
+    score = finalist.selection_score
+    return (
+        score is None,
+        0.0 if score is None else score.nats_per_token,
+        finalist.search_score.nats_per_token,
+        finalist.trial_number,
+    )

@@ -1,0 +1,221 @@
+"""The space of candidates: non-decreasing factors on a grid, an attention factor, retained tokens.
+
+Everything here is constructive: any vector and any regime leads to a candidate of the space, without rejection.
+"""
+
+import math
+from dataclasses import dataclass
+from fractions import Fraction
+from itertools import pairwise
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+from scipy.optimize import isotonic_regression
+
+from ropesearch.errors import InputError
+from ropesearch.rope.geometry import Geometry
+from ropesearch.rope.methods import attention_factor_formula
+from ropesearch.rope.regime import Regime
+from ropesearch.search.config import SpaceConfig, SpaceName
+
+SEARCHED = "searched"
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """A point of a Space in whole grid steps, so that equal candidates are equal exactly.
+
+    Pair i's factor is 1 + factor_steps[i] * factor_step, and likewise the attention factor where it is searched (0
+    where it is not).
+    """
+
+    factor_steps: tuple[int, ...]
+    attention_steps: int
+    retained_tokens: int
+
+
+class Space:
+    """LongRoPE's space for one geometry and target length (LongRoPE, Table 4).
+
+    Factors lie on a grid in [1, max_factor_over_ratio * ratio] and do not decrease with the pair. The attention factor
+    is a further dimension when the configuration says "search", and so are the retained tokens when there are several.
+
+    Raises InputError when the configuration describes no space.
+    """
+
+    def __init__(self, geometry: Geometry, target_length: int, config: SpaceConfig) -> None:
+        if config.name is not SpaceName.longrope:
+            raise InputError(f"space.name: expected longrope, got {config.name!r}")
+        ratio = geometry.ratio(target_length)
+        if not (math.isfinite(config.max_factor_over_ratio) and config.max_factor_over_ratio >= 1):
+            raise InputError(
+                f"space.max_factor_over_ratio: expected at least 1, so that linear interpolation is inside, "
+                f"got {config.max_factor_over_ratio}"
+            )
+        self.geometry = geometry
+        self.target_length = target_length
+        self.num_pairs = geometry.num_pairs
+        self.factor_step = config.factor_step
+        self.attention_step = config.attention_factor_step
+        self._factors = _grid("space.factor_step", config.factor_step, ratio * config.max_factor_over_ratio)
+        self.searches_attention = config.attention_factor == "search"
+        if self.searches_attention:
+            self._attention = _grid(
+                "space.attention_factor_step", config.attention_factor_step, config.attention_factor_max
+            )
+        else:
+            self._attention = np.array([_held_attention(config.attention_factor, ratio, geometry.original_length)])
+        self.retained_choices = _retained(config.retained_tokens, target_length)
+        self._retained_position = {tokens: position for position, tokens in enumerate(self.retained_choices)}
+
+    @property
+    def max_factor_steps(self) -> int:
+        """The grid step of the largest factor."""
+        return len(self._factors) - 1
+
+    @property
+    def max_attention_steps(self) -> int:
+        """The grid step of the largest attention factor; 0 where it is not searched."""
+        return len(self._attention) - 1
+
+    @property
+    def factor_grid(self) -> NDArray[np.float64]:
+        """All factors of a pair, ascending, float64, shape (max_factor_steps + 1,)."""
+        return self._factors
+
+    @property
+    def attention_grid(self) -> NDArray[np.float64]:
+        """All attention factors, ascending, float64, shape (max_attention_steps + 1,)."""
+        return self._attention
+
+    @property
+    def num_dimensions(self) -> int:
+        """Length of an encoded candidate: pairs, and one each for a searched attention factor and retained tokens."""
+        return self.num_pairs + self.searches_attention + (len(self.retained_choices) > 1)
+
+    @property
+    def num_candidates(self) -> int:
+        """How many candidates there are, exactly: sequences times attention factors times retained tokens."""
+        sequences = math.comb(self.num_pairs + self.max_factor_steps, self.num_pairs)
+        return sequences * len(self._attention) * len(self.retained_choices)
+
+    def regime(self, candidate: Candidate) -> Regime:
+        """The regime that `candidate` stands for, named "searched"; its floats print as they lie on the grid (3.07)."""
+        return Regime(
+            name=SEARCHED,
+            max_length=self.target_length,
+            factors=tuple(self._factors[list(candidate.factor_steps)].tolist()),
+            attention_factor=float(self._attention[candidate.attention_steps]),
+            retained_tokens=candidate.retained_tokens,
+        )
+
+    def contains(self, candidate: Candidate) -> bool:
+        """Whether `candidate` is a point of this space."""
+        steps = candidate.factor_steps
+        return (
+            len(steps) == self.num_pairs
+            and steps[0] >= 0
+            and all(left <= right for left, right in pairwise(steps))
+            and steps[-1] <= self.max_factor_steps
+            and 0 <= candidate.attention_steps <= self.max_attention_steps
+            and candidate.retained_tokens in self._retained_position
+        )
+
+    def encode(self, candidate: Candidate) -> NDArray[np.float64]:
+        """float64 (num_dimensions,): factors, then attention factor and position of retained_tokens, if searched."""
+        values = self._factors[list(candidate.factor_steps)].tolist()
+        if self.searches_attention:
+            values.append(float(self._attention[candidate.attention_steps]))
+        if len(self.retained_choices) > 1:
+            values.append(float(self._retained_position[candidate.retained_tokens]))
+        return np.array(values)
+
+    def decode(self, vector: ArrayLike) -> Candidate:
+        """The candidate nearest to any real vector of num_dimensions, in the order of `encode`; decode(encode(c)) == c.
+
+        Factors are projected onto the non-decreasing sequences within the bounds, exactly and in least squares, and
+        rounded to the grid. NaN counts as the smallest value, infinities as far outside.
+
+        Raises InputError when the number of values is not num_dimensions.
+        """
+        values = np.asarray(vector, dtype=np.float64)
+        if values.shape != (self.num_dimensions,):
+            raise InputError(f"a candidate's vector: expected shape ({self.num_dimensions},), got {values.shape}")
+        attention_steps, position = 0, 0
+        if self.searches_attention:
+            attention_steps = int(_nearest(self._attention, values[self.num_pairs : self.num_pairs + 1])[0])
+        if len(self.retained_choices) > 1:
+            position = int(_nearest(np.arange(len(self.retained_choices), dtype=np.float64), values[-1:])[0])
+        return Candidate(self._project(values[: self.num_pairs]), attention_steps, self.retained_choices[position])
+
+    def repair(self, regime: Regime) -> Candidate:
+        """The candidate nearest to any regime of this geometry, for example YaRN, whose factors lie off the grid.
+
+        Raises InputError when the number of factors is not the number of pairs.
+        """
+        if len(regime.factors) != self.num_pairs:
+            raise InputError(f"regime {regime.name!r}: expected {self.num_pairs} factors, got {len(regime.factors)}")
+        retained = min(self.retained_choices, key=lambda tokens: (abs(tokens - regime.retained_tokens), tokens))
+        attention = _nearest(self._attention, np.array([regime.attention_factor]))
+        return Candidate(self._project(np.array(regime.factors)), int(attention[0]), retained)
+
+    def repair_steps(self, steps: NDArray[np.float64]) -> tuple[int, ...]:
+        """The non-decreasing grid steps nearest to (num_pairs,) finite steps, as in `decode`."""
+        fitted = isotonic_regression(steps).x
+        return tuple(np.rint(np.clip(fitted, 0, self.max_factor_steps)).astype(int).tolist())
+
+    def _project(self, factors: NDArray[np.float64]) -> tuple[int, ...]:
+        """Nearest non-decreasing grid steps. Clipping an isotonic fit gives the exact projection onto cone and box;
+        both and the rounding keep the order."""
+        lowest, highest = float(self._factors[0]), float(self._factors[-1])
+        far = 1e300
+        finite = np.nan_to_num(factors, nan=lowest, posinf=far, neginf=-far)
+        unit = max(1.0, float(np.abs(finite).max()))  # sums of huge values must not overflow; the fit is homogeneous
+        fitted = isotonic_regression(finite / unit).x * unit if np.any(np.diff(finite) < 0) else finite
+        return tuple(_nearest(self._factors, np.clip(fitted, lowest, highest)).tolist())
+
+
+def _nearest(grid: NDArray[np.float64], values: NDArray[np.float64]) -> NDArray[np.int64]:
+    """Positions on an evenly spaced grid nearest to `values`, NaN going to the first."""
+    if len(grid) == 1:
+        return np.zeros(len(values), dtype=np.int64)
+    clipped = np.clip(np.nan_to_num(values, nan=grid[0], posinf=grid[-1], neginf=grid[0]), grid[0], grid[-1])
+    positions: NDArray[np.float64] = np.rint((clipped - grid[0]) * ((len(grid) - 1) / (grid[-1] - grid[0])))
+    return positions.astype(np.int64)
+
+
+def _grid(key: str, step: float, highest: float) -> NDArray[np.float64]:
+    """1, 1 + step, ... up to `highest`, each the float that its decimal digits name."""
+    if not (math.isfinite(step) and step > 0):
+        raise InputError(f"{key}: expected a finite number above 0, got {step}")
+    if not (math.isfinite(highest) and highest >= 1):
+        raise InputError(f"{key}: the grid starts at 1, so its end must be finite and at least 1, got {highest}")
+    exact = Fraction(repr(float(step)))
+    num_steps = (Fraction(highest) - 1 + exact * Fraction(1, 10**6)) // exact  # a rounding of `highest` costs no step
+    if not 1 <= num_steps <= 10**6:
+        raise InputError(f"{key}: expected a step that leaves 2 to a million values from 1 to {highest:g}, got {step}")
+    whole, unit = exact.numerator, exact.denominator  # a quotient of integers is rounded once, like a decimal literal
+    return np.array([(unit + position * whole) / unit for position in range(int(num_steps) + 1)])
+
+
+def _held_attention(value: str | float, ratio: float, original_length: int) -> float:
+    expected = 'space.attention_factor: expected "search", "longrope", "yarn" or a number above 0'
+    if value in ("longrope", "yarn"):
+        return attention_factor_formula(str(value), ratio, original_length)
+    try:
+        number = float(value)
+    except ValueError as error:
+        raise InputError(f"{expected}, got {value!r}") from error
+    if not (math.isfinite(number) and number > 0):
+        raise InputError(f"{expected}, got {value!r}")
+    return number
+
+
+def _retained(choices: list[int], target_length: int) -> tuple[int, ...]:
+    kept = tuple(sorted(set(choices)))
+    if not kept or kept[0] < 0 or kept[-1] > target_length:
+        raise InputError(
+            f"space.retained_tokens: expected at least one number of tokens from 0 to target_length = {target_length}, "
+            f"got {list(choices)}"
+        )
+    return kept

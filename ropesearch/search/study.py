@@ -1,0 +1,85 @@
+"""The study of a run folder: an Optuna study in a journal file, bound to what its scores depend on."""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import optuna
+from optuna import Study
+from optuna.samplers import BaseSampler
+from optuna.storages import JournalStorage
+
+from ropesearch.errors import InputError
+from ropesearch.search.journal import Journal
+from ropesearch.search.ownership import exclusive
+
+JOURNAL_NAME = "study.journal"
+STUDY_NAME = "ropesearch"
+_FINGERPRINTS = "fingerprints"
+
+
+@dataclass(frozen=True, slots=True)
+class OpenStudy:
+    """An Optuna study and the journal that it is kept in."""
+
+    study: Study
+    journal: Journal
+    run_folder: Path
+
+
+def open_study(run_folder: Path, fingerprints: Mapping[str, Any], sampler: BaseSampler) -> OpenStudy:
+    """Open the study of `run_folder`, or begin it.
+
+    `fingerprints` are JSON values that name all that scores and candidates depend on (weights, windows, how they are
+    scored, space, optimizer, seed, ...). They are kept in the study.
+
+    Raises InputError when the folder holds a study of other fingerprints, a damaged journal, or another program's
+    study.
+    """
+    asked = json.loads(json.dumps(fingerprints, allow_nan=False))
+    run_folder.mkdir(parents=True, exist_ok=True)
+    optuna.logging.set_verbosity(optuna.logging.WARNING)
+    path = run_folder / JOURNAL_NAME
+    with exclusive(run_folder):
+        journal = Journal(path)
+        try:
+            storage = JournalStorage(journal)
+        except (KeyError, ValueError, TypeError, AttributeError, AssertionError) as error:
+            raise InputError(
+                f"{path} cannot be replayed ({error!r}), so it was damaged after it was written; restore it from a "
+                "copy, or start the search in another run folder"
+            ) from error
+        names = [found.study_name for found in storage.get_all_studies()]
+        if names not in ([], [STUDY_NAME]):
+            raise InputError(f"{path}: expected one study named {STUDY_NAME!r}, found {names}; use another run folder")
+        create = optuna.load_study if names else optuna.create_study
+        study = create(study_name=STUDY_NAME, storage=storage, sampler=sampler)
+        found = study.user_attrs.get(_FINGERPRINTS)
+        if found is None:
+            if study.get_trials(deepcopy=False):
+                raise InputError(f"{path}: expected a study with fingerprints, found none; use another run folder")
+            study.set_user_attr(_FINGERPRINTS, asked)
+        else:
+            _compare(run_folder, found, asked)
+    return OpenStudy(study, journal, run_folder)
+
+
+def _compare(run_folder: Path, found: Mapping[str, Any], asked: Mapping[str, Any]) -> None:
+    missing = "(nothing)"
+    differing = [
+        f"  {key}: {_shown(found.get(key, missing))} there, {_shown(asked.get(key, missing))} asked"
+        for key in sorted({*found, *asked})
+        if found.get(key, missing) != asked.get(key, missing)
+    ]
+    if differing:
+        raise InputError(
+            f"{run_folder} holds a search of something else:\n"
+            + "\n".join(differing)
+            + "\nask for the same to go on with it, or use another run folder"
+        )
+
+
+def _shown(value: Any) -> str:
+    return value if isinstance(value, str) else json.dumps(value)

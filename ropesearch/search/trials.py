@@ -1,0 +1,85 @@
+"""What a trial of a study carries: user attributes, all JSON, that hold exactly what was scored and what came out."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from optuna import Trial
+from optuna.trial import FrozenTrial, TrialState
+
+from ropesearch.errors import InputError
+from ropesearch.files import sha256_of_json
+from ropesearch.rope.regime import Regime
+from ropesearch.score.score import Score
+from ropesearch.search.space import SEARCHED, Candidate
+
+OWNER = "owner"  # id of the worker that scores it
+METHOD = "method"  # "searched" or the baseline's name
+CANDIDATE = "candidate"  # searched trials: [factor_steps, attention_steps, retained_tokens] in grid steps
+REGIME = "regime"  # the regime that is scored: factors, attention_factor, retained_tokens
+SECONDS = "seconds"  # that the scoring took
+COST = "num_forward_equivalent_tokens"  # that the scoring took; 0 where a score was reused
+REUSED_FROM = "reused_from"  # number of the trial whose score it took over, where the same regime had been scored
+SCORE = "score"  # nats and tokens by window and position block; written last, before the trial is finished
+FAILURE = "failure"  # why it could not be scored; likewise
+
+
+def regime_json(regime: Regime) -> dict[str, Any]:
+    """The values of a regime that a score depends on; floats survive JSON exactly."""
+    return {
+        "factors": list(regime.factors),
+        "attention_factor": regime.attention_factor,
+        "retained_tokens": regime.retained_tokens,
+    }
+
+
+def identity(regime: Regime) -> str:
+    """A name for the exact values of a regime, the same for two methods that lead to the same values."""
+    return sha256_of_json(regime_json(regime))
+
+
+def candidate_json(candidate: Candidate) -> list[Any]:
+    """A candidate for the attribute CANDIDATE."""
+    return [list(candidate.factor_steps), candidate.attention_steps, candidate.retained_tokens]
+
+
+def recorded_candidate(trial: FrozenTrial) -> Candidate | None:
+    """The candidate that a trial carries; None for baselines and for trials that were killed before it was written."""
+    value = trial.user_attrs.get(CANDIDATE)
+    return None if value is None else Candidate(tuple(value[0]), value[1], value[2])
+
+
+def recorded_regime(trial: FrozenTrial | Trial, max_length: int) -> Regime:
+    """The regime that a trial carries, named by its method.
+
+    Raises InputError for a trial that this program did not write.
+    """
+    try:
+        value = trial.user_attrs[REGIME]
+        return Regime(
+            name=trial.user_attrs[METHOD],
+            max_length=max_length,
+            factors=tuple(value["factors"]),
+            attention_factor=value["attention_factor"],
+            retained_tokens=value["retained_tokens"],
+        )
+    except KeyError as error:
+        raise InputError(
+            f"trial {trial.number} carries no {error}: the study was not written by a search; use another run folder"
+        ) from error
+
+
+def recorded_score(trial: FrozenTrial) -> Score | None:
+    """The score that a trial carries, finished or about to be."""
+    value = trial.user_attrs.get(SCORE)
+    return None if value is None else Score.from_json(value)
+
+
+def is_searched(trial: FrozenTrial) -> bool:
+    """Whether a trial is a candidate of the space, not a baseline."""
+    return bool(trial.user_attrs.get(METHOD) == SEARCHED)
+
+
+def ranked(trials: Sequence[FrozenTrial]) -> list[FrozenTrial]:
+    """Scored trials, best first, equal ones by number."""
+    scored = [trial for trial in trials if trial.state is TrialState.COMPLETE]
+    return sorted(scored, key=lambda trial: (trial.values[0], trial.number))

@@ -1,0 +1,298 @@
+"""A worker: the loop that asks, scores and tells, until the study's budget is spent.
+
+Any number of workers may share a run folder on one machine, and any of them may be killed at any moment. All state is
+in the study. A trial belongs to the worker it names; when that worker is dead, another one takes the trial over as it
+stands.
+"""
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from optuna import Trial
+from optuna.trial import FrozenTrial, TrialState
+
+from ropesearch.errors import NothingScoredError, ScoringError
+from ropesearch.rope.regime import Regime
+from ropesearch.score.score import Score
+from ropesearch.search.baselines import baseline_regimes
+from ropesearch.search.budget import Budget, spent_tokens
+from ropesearch.search.config import BudgetConfig, SelectionConfig
+from ropesearch.search.ownership import exclusive, is_alive, working
+from ropesearch.search.parameters import candidate_of, suggest
+from ropesearch.search.sampler import EvolutionSampler
+from ropesearch.search.selection import SELECTION, Finalist, check_selection, choose_finalists, score_finalists
+from ropesearch.search.space import Candidate
+from ropesearch.search.study import OpenStudy, open_study
+from ropesearch.search.trials import (
+    CANDIDATE,
+    COST,
+    FAILURE,
+    METHOD,
+    OWNER,
+    REGIME,
+    REUSED_FROM,
+    SCORE,
+    SECONDS,
+    candidate_json,
+    is_searched,
+    ranked,
+    recorded_regime,
+    recorded_score,
+    regime_json,
+)
+
+SEARCH = "search"
+
+_POLL_SECONDS = 0.2
+
+Evaluate = Callable[[Regime, str], Score]
+
+
+@dataclass(frozen=True, slots=True)
+class SearchEvent:
+    """Something finished, for whoever shows progress.
+
+    `split` says which windows it was scored on; `nats_per_token` is None when it failed, and then `failure` says why.
+    The best is the best of all trials so far, baselines included. `spent_fraction` is of the budget, or of the finalists, in [0, 1].
+    """
+
+    split: str
+    trial_number: int
+    method: str
+    nats_per_token: float | None
+    failure: str | None
+    best_nats_per_token: float | None
+    best_method: str | None
+    num_finished: int
+    spent_fraction: float
+
+
+@dataclass(frozen=True, slots=True)
+class SearchResult:
+    """What a search came to.
+
+    `regime` is the finalist with the least nats per token on the selection windows, and `method` and `trial_number` say
+    which it is: "searched", or the name of a baseline that no candidate could beat. `search_scores` holds the
+    baselines' and the best candidate's scores by method; `finalists` all that were scored on the selection windows,
+    best first; `course` the number and nats per token of every scored candidate, in order. Tokens and failures are
+    counted over the trials on the search windows.
+    """
+
+    regime: Regime
+    trial_number: int
+    method: str
+    search_scores: Mapping[str, Score]
+    finalists: Sequence[Finalist]
+    course: Sequence[tuple[int, float]]
+    num_trials: int
+    num_failed: int
+    num_forward_equivalent_tokens: int
+    stopped_because: str
+
+
+def run_search(
+    run_folder: Path,
+    sampler: EvolutionSampler,
+    evaluate: Evaluate,
+    *,
+    cost_tokens: int,
+    fingerprints: Mapping[str, Any],
+    budget: BudgetConfig,
+    selection: SelectionConfig,
+    on_event: Callable[[SearchEvent], None] = lambda event: None,
+) -> SearchResult:
+    """Work on the search in `run_folder` until it is finished; begin it, join it, or go on with it as needed.
+
+    `evaluate(regime, split)` scores a regime on the "search" or "selection" windows and raises ScoringError when it
+    cannot; a score on the search windows costs `cost_tokens` forward-equivalent tokens. For `fingerprints` see
+    `open_study`. A finished search is only read.
+
+    Raises:
+        InputError: the folder holds another search or a damaged one, or a limit is out of range.
+        NothingScoredError: no trial, or none of the finalists, could be scored.
+    """
+    space = sampler.space
+    baselines = baseline_regimes(space.geometry, space.target_length)
+    check_selection(selection)
+    limits = Budget(budget, sampler, cost_tokens, len(baselines))
+    opened = open_study(run_folder, fingerprints, sampler)
+    with working(run_folder) as name:
+        worker = _Worker(opened, sampler, evaluate, cost_tokens, limits, baselines, name, on_event)
+        worker.work()
+        trials = worker.trials()
+        scored = ranked(trials)
+        if not scored:
+            reasons = sorted({str(trial.user_attrs.get(FAILURE)) for trial in trials})
+            raise NothingScoredError(f"none of {len(trials)} trials could be scored: {'; '.join(reasons)}")
+        chosen = choose_finalists(trials, selection, space.target_length)
+        finalists = score_finalists(opened, chosen, evaluate, worker.report_finalist)
+    best_candidates = [trial for trial in scored if is_searched(trial)][:1]
+    shown = [*(trial for trial in trials if not is_searched(trial)), *best_candidates]
+    scores = {trial.user_attrs[METHOD]: recorded_score(trial) for trial in shown}
+    winner = finalists[0]
+    return SearchResult(
+        regime=winner.regime,
+        trial_number=winner.trial_number,
+        method=winner.method,
+        search_scores={method: score for method, score in scores.items() if score is not None},
+        finalists=finalists,
+        course=sorted((trial.number, trial.values[0]) for trial in scored if is_searched(trial)),
+        num_trials=len(trials),
+        num_failed=sum(trial.state is TrialState.FAIL for trial in trials),
+        num_forward_equivalent_tokens=spent_tokens(trials),
+        stopped_because=limits.reached(trials) or "",
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Worker:
+    opened: OpenStudy
+    sampler: EvolutionSampler
+    evaluate: Evaluate
+    cost_tokens: int
+    limits: Budget
+    baselines: Sequence[Regime]
+    name: str
+    on_event: Callable[[SearchEvent], None]
+
+    def trials(self) -> list[FrozenTrial]:
+        """All trials of the study, by number; not to be changed."""
+        trials: list[FrozenTrial] = self.opened.study.get_trials(deepcopy=False)
+        return trials
+
+    def work(self) -> None:
+        """Score trials until the budget is spent and nothing is running any more."""
+        while True:
+            with exclusive(self.opened.run_folder):
+                trials = self.trials()
+                trial = self._adopt(trials)
+                if trial is None and (len(trials) < len(self.baselines) or not self.limits.reached(trials)):
+                    trial = self._own(self.opened.study.ask())
+            if trial is not None:
+                self._finish(trial)
+            elif all(other.state.is_finished() for other in trials):
+                return
+            else:
+                time.sleep(_POLL_SECONDS)  # other workers are at their last trials, and may die
+
+    def _adopt(self, trials: Sequence[FrozenTrial], number: int | None = None) -> Trial | None:
+        """Take over the first unfinished trial (or that of `number`) whose worker is dead. Needs the exclusive lock.
+
+        A trial without owner was killed while it was asked, as asking is done under that lock too.
+        """
+        for trial in trials:
+            if trial.state.is_finished() or number not in (None, trial.number):
+                continue
+            owner = trial.user_attrs.get(OWNER)
+            if owner is None or not is_alive(self.opened.run_folder, owner):
+                return self._own(Trial(self.opened.study, trial._trial_id))
+        return None
+
+    def _own(self, trial: Trial) -> Trial:
+        """Write into a trial who scores it and, unless it is there yet, what is scored. Needs the exclusive lock."""
+        known = trial.user_attrs
+        if REGIME in known:
+            with self.opened.journal.together():
+                trial.set_user_attr(OWNER, self.name)
+                self._suggest(trial)
+            return trial
+        if trial.number < len(self.baselines):
+            regime, candidate = self.baselines[trial.number], None
+        else:
+            candidate = self._proposal(trial)
+            regime = self.sampler.space.regime(candidate)
+        with self.opened.journal.together():
+            trial.set_user_attr(OWNER, self.name)
+            if candidate is not None:
+                trial.set_user_attr(CANDIDATE, candidate_json(candidate))
+            trial.set_user_attr(METHOD, regime.name)
+            trial.set_user_attr(REGIME, regime_json(regime))
+            self._suggest(trial)
+        return trial
+
+    def _proposal(self, trial: Trial) -> Candidate:
+        return candidate_of(self.sampler.space, trial.relative_params)
+
+    def _suggest(self, trial: Trial) -> None:
+        """Let Optuna store the parameters of a searched trial, for its dashboard and its own samplers."""
+        if trial.number >= len(self.baselines):
+            suggest(self.sampler.space, trial)
+
+    def _finish(self, trial: Trial) -> None:
+        """Score an owned trial, or take over the score of the same regime, and tell the study."""
+        recorded = trial.user_attrs
+        if SCORE not in recorded and FAILURE not in recorded:
+            twin = self._twin(trial.number, recorded[REGIME])
+            with_outcome = self._scored(trial) if twin is None else _reused(twin)
+            with self.opened.journal.together():
+                for key, value in with_outcome.items():
+                    trial.set_user_attr(key, value)
+            recorded = {**recorded, **with_outcome}
+        if SCORE in recorded:
+            score = Score.from_json(recorded[SCORE])
+            self.opened.study.tell(trial, score.nats_per_token)
+            self._report(SEARCH, trial.number, recorded[METHOD], score, None)
+        else:
+            self.opened.study.tell(trial, state=TrialState.FAIL)
+            self._report(SEARCH, trial.number, recorded[METHOD], None, recorded[FAILURE])
+
+    def _scored(self, trial: Trial) -> dict[str, Any]:
+        regime = recorded_regime(trial, self.sampler.space.target_length)
+        started = time.perf_counter()
+        try:
+            outcome: dict[str, Any] = {SCORE: self.evaluate(regime, SEARCH).to_json()}
+        except ScoringError as error:
+            outcome = {FAILURE: str(error)}
+        return {SECONDS: time.perf_counter() - started, COST: self.cost_tokens, **outcome}
+
+    def _twin(self, number: int, regime: Mapping[str, Any]) -> FrozenTrial | None:
+        """A scored trial of exactly the same regime, waited for while an earlier one is still being scored.
+
+        Twins are a baseline that lies on the grid and the candidate that was made from it. An earlier twin whose worker
+        died is scored here first, so that no regime is scored twice.
+        """
+        while True:
+            twins = [twin for twin in self.trials() if twin.number != number and twin.user_attrs.get(REGIME) == regime]
+            for twin in twins:
+                if twin.state is TrialState.COMPLETE:
+                    return twin
+            running = [twin for twin in twins if twin.number < number and not twin.state.is_finished()]
+            if not running:
+                return None
+            with exclusive(self.opened.run_folder):
+                adopted = self._adopt(self.trials(), running[0].number)
+            if adopted is not None:
+                self._finish(adopted)
+            else:
+                time.sleep(_POLL_SECONDS)
+
+    def report_finalist(self, finalist: Finalist, fraction: float) -> None:
+        """Tell that a finalist was scored on the selection windows."""
+        number, score = finalist.trial_number, finalist.selection_score
+        self._report(SELECTION, number, finalist.method, score, finalist.failure, fraction)
+
+    def _report(
+        self, split: str, number: int, method: str, score: Score | None, failure: str | None, fraction: float | None = None
+    ) -> None:
+        trials = self.trials()
+        best = ranked(trials)[:1]
+        self.on_event(
+            SearchEvent(
+                split=split,
+                trial_number=number,
+                method=method,
+                nats_per_token=None if score is None else score.nats_per_token,
+                failure=failure,
+                best_nats_per_token=best[0].values[0] if best else None,
+                best_method=best[0].user_attrs[METHOD] if best else None,
+                num_finished=sum(trial.state.is_finished() for trial in trials),
+                spent_fraction=self.limits.spent_fraction(trials) if fraction is None else fraction,
+            )
+        )
+
+
+def _reused(twin: FrozenTrial) -> dict[str, Any]:
+    return {REUSED_FROM: twin.number, SECONDS: 0.0, COST: 0, SCORE: twin.user_attrs[SCORE]}

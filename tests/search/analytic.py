@@ -1,0 +1,89 @@
+"""An objective without a model, and a worker process on it: `python -m tests.search.analytic FOLDER NUM_TRIALS DELAY`.
+
+The worker appends a line to FOLDER/calls for every scoring that it begins and for every one that it ends.
+"""
+
+import math
+import os
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+
+from ropesearch.errors import ScoringError
+from ropesearch.rope.geometry import Geometry
+from ropesearch.rope.regime import Regime
+from ropesearch.score.score import Score
+from ropesearch.search import journal
+from ropesearch.search.config import BudgetConfig, EvolutionConfig, SelectionConfig, SpaceConfig
+from ropesearch.search.sampler import EvolutionSampler
+from ropesearch.search.space import Space
+from ropesearch.search.worker import SearchResult, run_search
+
+TARGET_LENGTH = 2048
+FINGERPRINTS = {"weights": "sha256:00", "windows": {"search": "01", "selection": "02"}, "seed": 0}
+EVOLUTION = EvolutionConfig(num_population=8, num_parents=4, num_mutations=3, num_crossovers=3)
+
+
+def make_geometry(num_pairs: int = 8, original_length: int = 256) -> Geometry:
+    return Geometry(
+        model_type="llama",
+        head_dim=2 * num_pairs,
+        rotary_dim=2 * num_pairs,
+        original_length=original_length,
+        rope_theta=10000.0,
+    )
+
+
+def make_sampler(seed: int = 0, evolution: EvolutionConfig = EVOLUTION, **space: object) -> EvolutionSampler:
+    return EvolutionSampler(Space(make_geometry(), TARGET_LENGTH, SpaceConfig(**space)), evolution, seed)  # type: ignore[arg-type]
+
+
+def make_score(nats_per_token: float) -> Score:
+    """Two windows of two blocks of four tokens; the two windows differ."""
+    nats = nats_per_token * 4 * np.array([[0.5, 1.5], [0.75, 1.25]])
+    return Score(nats=nats, tokens=np.full((2, 2), 4), block_edges=np.array([0, 4, 8]))
+
+
+def distance(regime: Regime) -> float:
+    """A separable quadratic in log factors and attention factor, least at a ramp that no method hits."""
+    ramp = np.linspace(0.1, math.log(9), len(regime.factors))
+    return float(((np.log(regime.factors) - ramp) ** 2).sum()) + 20 * (regime.attention_factor - 1.25) ** 2
+
+
+def evaluate(regime: Regime, split: str) -> Score:
+    """Nats that fall towards the optimum; a fifth of the searched regimes, known by their values, cannot be scored."""
+    if regime.name == "searched" and round(100 * sum(regime.factors)) % 5 == 0:
+        raise ScoringError("nats are not a number")
+    return make_score((1.0 if split == "search" else 1.5) + distance(regime))
+
+
+def run(folder: Path, num_trials: int = 30, seed: int = 0, score: object = evaluate, **changes: object) -> SearchResult:
+    arguments: dict[str, object] = {
+        "cost_tokens": 16,
+        "fingerprints": FINGERPRINTS,
+        "budget": BudgetConfig(num_trials=num_trials),
+        "selection": SelectionConfig(num_finalists=3),
+    }
+    return run_search(folder, make_sampler(seed), score, **(arguments | changes))  # type: ignore[arg-type]
+
+
+def main(folder: str, num_trials: str, delay: str) -> None:
+    journal._GRACE_SECONDS = 3  # a kill may hit the holder of the append lock
+    calls = os.open(Path(folder) / "calls", os.O_WRONLY | os.O_APPEND | os.O_CREAT)
+
+    def slow(regime: Regime, split: str) -> Score:
+        key = f"{split} {regime.factors} {regime.attention_factor}"
+        os.write(calls, f"begin {key}\n".encode())
+        time.sleep(float(delay))
+        try:
+            return evaluate(regime, split)
+        finally:
+            os.write(calls, f"end {key}\n".encode())
+
+    run(Path(folder), int(num_trials), score=slow)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,103 @@
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ropesearch.rope import methods
+from ropesearch.search.config import SpaceConfig
+from ropesearch.search.operators import cross, mutate, nearest_new
+from ropesearch.search.space import Candidate, Space
+from ropesearch.seeding import stream
+from tests.search.analytic import TARGET_LENGTH, make_geometry
+from tests.search.test_space import candidates
+
+SPACE = Space(make_geometry(), TARGET_LENGTH, SpaceConfig(retained_tokens=[0, 4, 8]))
+LARGE = Space(make_geometry(64), TARGET_LENGTH, SpaceConfig())
+TINY = Space(make_geometry(2), 512, SpaceConfig(factor_step=0.5, attention_factor=1.1, retained_tokens=[0, 3]))
+seeds = st.integers(0, 2**32)
+
+
+@settings(deadline=None)
+@given(st.data(), seeds, st.floats(0.01, 1), st.integers(1, 12))
+def test_children_lie_in_the_space(data: st.DataObject, seed: int, probability: float, reach: int) -> None:
+    first, second = data.draw(candidates(SPACE)), data.draw(candidates(SPACE))
+    rng = stream(seed, "test")
+    for _ in range(8):
+        assert SPACE.contains(mutate(SPACE, first, probability, reach, rng))
+        assert SPACE.contains(cross(SPACE, first, second, probability, rng))
+
+
+@pytest.mark.parametrize("probability", [0.1, 0.3, 0.7])
+def test_a_mutation_changes_a_pair_with_its_probability(probability: float) -> None:
+    parent = Candidate(tuple(range(5, 5 + 64 * 14, 14)), 250, 0)
+    rng = stream(0, "test")
+    mutants = [mutate(LARGE, parent, probability, 1, rng) for _ in range(3000)]
+    changed = np.array([np.not_equal(mutant.factor_steps, parent.factor_steps) for mutant in mutants])
+    # Every pair has room, so it changes when touched; only a slide may round to no move (a step of 14, by half a step).
+    assert changed.mean() == pytest.approx(probability, rel=0.05)
+    assert changed.mean(axis=0).min() > 0.8 * probability
+    assert np.mean([mutant.attention_steps != 250 for mutant in mutants]) == pytest.approx(probability, rel=0.1)
+
+
+def test_a_mutation_of_yarn_changes_its_plateaus_with_the_same_probability() -> None:
+    space = Space(make_geometry(64, 4096), 8 * 4096, SpaceConfig())
+    yarn = space.repair(methods.yarn(space.geometry, space.target_length))
+    rng = stream(0, "test")
+    mutants = [mutate(space, yarn, 0.3, 1, rng) for _ in range(3000)]
+    assert np.mean([np.not_equal(mutant.factor_steps, yarn.factor_steps) for mutant in mutants]) < 0.32
+    high = yarn.factor_steps.count(700)
+    low = yarn.factor_steps.count(0)
+    assert high > 8 and low > 8
+    moved = [mutant for mutant in mutants if len(set(mutant.factor_steps[-high:])) == 1]
+    assert any(mutant.factor_steps[-1] > 700 for mutant in moved)  # the whole of it at once, both ways
+    assert any(mutant.factor_steps[-1] < 700 for mutant in moved)
+    assert any(mutant.factor_steps[0] > 0 and len(set(mutant.factor_steps[:low])) == 1 for mutant in mutants)
+
+
+def test_a_pair_is_drawn_between_its_neighbours() -> None:
+    parent = Candidate((0, 100, 200, 300, 400, 500, 600, 700), 250, 0)
+    rng = stream(1, "test")
+    drawn = [mutate(SPACE, parent, 0.05, 1, rng).factor_steps for _ in range(6000)]
+    changed = np.not_equal(drawn, parent.factor_steps)
+    alone = np.array(drawn)[changed[:, 3] & (changed.sum(axis=1) == 1), 3]
+    assert len(alone) > 100
+    assert 200 <= alone.min() < 215
+    assert 385 < alone.max() <= 500  # a slide may go as far as two neighbours
+    assert 300 not in alone
+
+
+def test_the_attention_factor_moves_by_small_and_large_steps_and_off_its_ends() -> None:
+    parent = Candidate((0,) * 8, 200, 0)
+    rng = stream(0, "test")
+    moves = np.array([mutate(SPACE, parent, 1.0, 1, rng).attention_steps - 200 for _ in range(500)])
+    assert (moves != 0).all()
+    assert (np.abs(moves) <= 10).mean() > 0.25
+    assert (np.abs(moves) >= 50).mean() > 0.1
+    for end in (0, 500):
+        at_end = Candidate((0,) * 8, end, 0)
+        assert all(mutate(SPACE, at_end, 1.0, 1, rng).attention_steps != end for _ in range(50))
+
+
+def test_a_cross_takes_pairs_of_both_or_lies_on_their_line() -> None:
+    first, second = Candidate((0,) * 8, 0, 0), Candidate((700,) * 8, 500, 8)
+    rng = stream(0, "test")
+    children = [cross(SPACE, first, second, 0.3, rng) for _ in range(300)]
+    assert {child.retained_tokens for child in children} == {0, 8}
+    lines = [child for child in children if 0 < child.attention_steps < 500]
+    for child in lines:  # towards the worse parent, log factors and attention factor alike
+        part = np.log(SPACE.factor_grid[child.factor_steps[0]]) / np.log(8)
+        assert part == pytest.approx(child.attention_steps / 500, abs=0.01)
+        assert part <= 0.5
+    beyond = [cross(SPACE, second, first, 0.3, rng) for _ in range(300)]
+    assert any(child.factor_steps == (900,) * 8 for child in beyond)  # on from the better parent, up to the bound
+
+
+def test_walk_finds_every_candidate_and_then_none() -> None:
+    start = Candidate((1, 2), 0, 3)
+    known: set[Candidate] = set()
+    for _ in range(TINY.num_candidates):
+        found = nearest_new(TINY, start, known)
+        assert found is not None and TINY.contains(found) and found not in known
+        known.add(found)
+    assert nearest_new(TINY, start, known) is None
+    assert nearest_new(TINY, start, set()) == start

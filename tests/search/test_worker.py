@@ -1,0 +1,441 @@
+import random
+import signal
+import subprocess
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from optuna import Study
+from optuna.trial import TrialState
+
+from ropesearch.errors import InputError, NothingScoredError, ScoringError
+from ropesearch.rope import methods
+from ropesearch.rope.regime import Regime
+from ropesearch.score.score import Score
+from ropesearch.search.baselines import baseline_regimes
+from ropesearch.search.config import BudgetConfig, EvolutionConfig, SelectionConfig
+from ropesearch.search.parameters import parameters
+from ropesearch.search.study import JOURNAL_NAME, open_study
+from ropesearch.search.trials import CANDIDATE, OWNER, recorded_candidate, recorded_regime, recorded_score
+from ropesearch.search.worker import SearchEvent, SearchResult
+from tests.search.analytic import FINGERPRINTS, TARGET_LENGTH, evaluate, make_geometry, make_sampler, make_score, run
+
+VOLATILE = {"owner", "seconds"}
+
+
+def study_of(folder: Path) -> Study:
+    return open_study(folder, FINGERPRINTS, make_sampler()).study
+
+
+def contents(folder: Path) -> list[Any]:
+    """Everything a study holds but times and owners."""
+    study = study_of(folder)
+    trials = [
+        (
+            trial.number,
+            trial.state,
+            trial.values,
+            trial.params,
+            {key: value for key, value in trial.user_attrs.items() if key not in VOLATILE},
+        )
+        for trial in study.get_trials()
+    ]
+    return [*trials, {key: value for key, value in study.user_attrs.items()}]
+
+
+class Killed(BaseException):
+    """Stands for a worker's death: nothing of the search runs after it but the freeing of locks."""
+
+
+def dying_after(num_calls: int, score: Callable[[Regime, str], Score] = evaluate) -> Callable[[Regime, str], Score]:
+    left = [num_calls]
+
+    def scored(regime: Regime, split: str) -> Score:
+        left[0] -= 1
+        if left[0] < 0:
+            raise Killed
+        return score(regime, split)
+
+    return scored
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> tuple[SearchResult, list[Any]]:
+    folder = tmp_path_factory.mktemp("whole")
+    return run(folder), contents(folder)
+
+
+def same(result: SearchResult, other: SearchResult) -> bool:
+    return (result.regime, result.trial_number, result.method, result.num_trials, result.num_failed) == (
+        other.regime,
+        other.trial_number,
+        other.method,
+        other.num_trials,
+        other.num_failed,
+    )
+
+
+def test_baselines_come_first_as_they_are_and_then_the_seeds(tmp_path: Path) -> None:
+    run(tmp_path, num_trials=5)
+    trials = study_of(tmp_path).get_trials()
+    assert [trial.user_attrs["method"] for trial in trials] == ["unscaled", "linear", "ntk", "yarn"] + ["searched"] * 5
+    geometry = make_geometry()
+    expected = [
+        method(geometry, TARGET_LENGTH) for method in (methods.identity, methods.linear, methods.ntk, methods.yarn)
+    ]
+    assert [recorded_regime(trial, TARGET_LENGTH) for trial in trials[:4]] == expected
+    assert baseline_regimes(geometry, TARGET_LENGTH) == expected
+    assert trials[3].params == {}
+
+
+def test_a_trial_carries_exactly_what_was_scored(tmp_path: Path) -> None:
+    seen: list[tuple[Regime, Score]] = []
+
+    def watched(regime: Regime, split: str) -> Score:
+        score = evaluate(regime, split)
+        if split == "search":
+            seen.append((regime, score))
+        return score
+
+    run(tmp_path, score=watched)
+    trials = [trial for trial in study_of(tmp_path).get_trials() if trial.state is TrialState.COMPLETE]
+    own = [trial for trial in trials if "reused_from" not in trial.user_attrs]
+    assert len(own) == len(seen) > 20
+    space = make_sampler().space
+    for trial, (regime, score) in zip(own, seen, strict=True):
+        assert recorded_regime(trial, TARGET_LENGTH) == regime
+        found = recorded_score(trial)
+        assert found is not None
+        assert found.to_json() == score.to_json()
+        assert trial.value == score.nats_per_token
+        assert trial.user_attrs["num_forward_equivalent_tokens"] == 16
+        assert trial.user_attrs["seconds"] >= 0
+        candidate = recorded_candidate(trial)
+        if candidate is not None:
+            assert space.regime(candidate) == regime
+            assert trial.params == parameters(space, candidate)
+
+
+def test_failures_are_states_with_a_reason(uninterrupted: tuple[SearchResult, list[Any]]) -> None:
+    result, held = uninterrupted
+    failed = [entry for entry in held[:-1] if entry[1] is TrialState.FAIL]
+    assert len(failed) == result.num_failed >= 3
+    for _, _, values, _, attributes in failed:
+        assert values is None
+        assert attributes["failure"] == "nats are not a number"
+        assert "score" not in attributes
+
+
+def test_a_baseline_on_the_grid_is_not_scored_again(tmp_path: Path) -> None:
+    calls: Counter[tuple[str, tuple[float, ...], float]] = Counter()
+
+    def counted(regime: Regime, split: str) -> Score:
+        calls[split, regime.factors, regime.attention_factor] += 1
+        return evaluate(regime, split)
+
+    run(tmp_path, score=counted)
+    run(tmp_path, score=counted)
+    assert set(calls.values()) == {1}
+    trials = study_of(tmp_path).get_trials()
+    assert trials[4].user_attrs["reused_from"] == 1  # linear is the first seed
+    assert trials[4].user_attrs["num_forward_equivalent_tokens"] == 0
+    assert trials[4].value == trials[1].value
+
+
+def test_the_result_says_what_was_found(uninterrupted: tuple[SearchResult, list[Any]]) -> None:
+    result, held = uninterrupted
+    assert (result.method, result.num_trials, result.stopped_because) == ("searched", 34, "num_trials")
+    assert list(result.search_scores) == ["unscaled", "linear", "ntk", "yarn", "searched"]
+    best = min((entry[2][0], entry[0]) for entry in held[4:-1] if entry[2])
+    assert result.search_scores["searched"].nats_per_token == best[0]
+    assert result.trial_number == best[1]  # both splits rank alike here
+    assert [finalist.method for finalist in result.finalists].count("searched") == 3
+    assert {finalist.method for finalist in result.finalists} == {"searched", "unscaled", "linear", "ntk", "yarn"}
+    selected = [finalist.selection_score.nats_per_token for finalist in result.finalists if finalist.selection_score]
+    assert selected == sorted(selected)
+    assert result.finalists[0].regime == result.regime
+    assert result.num_forward_equivalent_tokens == 16 * 33  # one score was reused
+
+
+def test_a_baseline_that_wins_on_the_selection_windows_is_the_result(tmp_path: Path) -> None:
+    def overfitted(regime: Regime, split: str) -> Score:
+        return make_score(1.0) if split == "selection" and regime.name == "ntk" else evaluate(regime, split)
+
+    result = run(tmp_path, score=overfitted)
+    assert (result.method, result.trial_number) == ("ntk", 2)
+    assert result.regime == methods.ntk(make_geometry(), TARGET_LENGTH)
+
+
+@pytest.mark.parametrize("num_calls", [0, 1, 3, 4, 5, 11, 20, 30, 33, 35, 39])
+def test_a_search_stopped_within_a_scoring_goes_on_as_if_nothing_had_happened(
+    num_calls: int, tmp_path: Path, uninterrupted: tuple[SearchResult, list[Any]]
+) -> None:
+    with pytest.raises(Killed):
+        run(tmp_path, score=dying_after(num_calls))
+    result = run(tmp_path)
+    assert same(result, uninterrupted[0])
+    assert contents(tmp_path) == uninterrupted[1]
+
+
+@pytest.mark.parametrize("num_trials", [3, pytest.param(12, marks=pytest.mark.slow)])
+def test_a_search_cut_after_any_line_of_its_journal_goes_on_as_if_nothing_had_happened(
+    num_trials: int, tmp_path: Path
+) -> None:
+    run(tmp_path / "whole", num_trials=num_trials)
+    expected = contents(tmp_path / "whole")
+    lines = (tmp_path / "whole" / JOURNAL_NAME).read_bytes().splitlines(keepends=True)
+    for cut in range(len(lines)):
+        folder = tmp_path / str(cut)
+        folder.mkdir()
+        (folder / JOURNAL_NAME).write_bytes(b"".join(lines[:cut]) + lines[cut][:7])
+        run(folder, num_trials=num_trials)
+        assert contents(folder) == expected, f"cut after {cut} of {len(lines)} lines"
+
+
+def test_an_interrupt_leaves_a_trial_that_is_taken_over(tmp_path: Path) -> None:
+    def interrupted(regime: Regime, split: str) -> Score:
+        if regime.name == "yarn":
+            raise KeyboardInterrupt
+        return evaluate(regime, split)
+
+    with pytest.raises(KeyboardInterrupt):
+        run(tmp_path, score=interrupted)
+    trials = study_of(tmp_path).get_trials()
+    assert [trial.state for trial in trials] == [TrialState.COMPLETE] * 3 + [TrialState.RUNNING]
+    owner = trials[3].user_attrs[OWNER]
+    run(tmp_path)
+    taken = study_of(tmp_path).get_trials()[3]
+    assert taken.state is TrialState.COMPLETE and taken.user_attrs[OWNER] != owner
+
+
+def test_a_trial_without_owner_or_candidate_is_taken_over(
+    tmp_path: Path, uninterrupted: tuple[SearchResult, list[Any]]
+) -> None:
+    with pytest.raises(Killed):
+        run(tmp_path, score=dying_after(12))
+    study = study_of(tmp_path)
+    study.tell(study.get_trials()[-1].number, state=TrialState.FAIL)
+    asked = study.ask()  # and killed here
+    assert asked.user_attrs == {}
+    result = run(tmp_path)
+    assert result.num_trials == 34
+    adopted = study_of(tmp_path).get_trials()[asked.number]
+    assert adopted.state.is_finished() and CANDIDATE in adopted.user_attrs
+
+
+def test_a_recorded_score_is_not_scored_again_after_a_kill(tmp_path: Path) -> None:
+    with pytest.raises(Killed):
+        run(tmp_path, score=dying_after(10))
+    opened = open_study(tmp_path, FINGERPRINTS, make_sampler())
+    running = opened.study.get_trials()[-1]
+    assert running.state is TrialState.RUNNING
+    score = make_score(0.125)
+    opened.study._storage.set_trial_user_attr(running._trial_id, "score", score.to_json())
+    run(tmp_path)
+    finished = study_of(tmp_path).get_trials()[running.number]
+    assert finished.value == 0.125
+
+
+@pytest.mark.parametrize(
+    ("budget", "reason", "num_candidates"),
+    [
+        (BudgetConfig(num_trials=7), "num_trials", 7),
+        (BudgetConfig(forward_equivalent_tokens=16 * 10), "forward_equivalent_tokens", 7),  # linear is reused
+        (BudgetConfig(forward_equivalent_tokens=16 * 11 - 1), "forward_equivalent_tokens", 7),
+        (BudgetConfig(minutes=1e-9), "minutes", 0),
+    ],
+)
+def test_budgets_end_a_search_exactly(budget: BudgetConfig, reason: str, num_candidates: int, tmp_path: Path) -> None:
+    result = run(tmp_path, budget=budget)
+    assert (result.stopped_because, result.num_trials) == (reason, 4 + num_candidates)
+    again = run(tmp_path, budget=budget)
+    assert (again.stopped_because, again.num_trials) == (reason, 4 + num_candidates)
+
+
+def test_patience_counts_candidates_since_the_best(tmp_path: Path) -> None:
+    run(tmp_path, budget=BudgetConfig(patience_trials=9))
+    values = [trial.value for trial in study_of(tmp_path).get_trials()[4:]]
+    best = min((value, number) for number, value in enumerate(values) if value is not None)[1]
+    assert len(values) == best + 1 + 9
+    for end in range(1, len(values)):
+        shown = [(value, number) for number, value in enumerate(values[:end]) if value is not None]
+        assert end - 1 - min(shown)[1] < 9
+
+
+def test_without_a_budget_the_generations_end_it(tmp_path: Path) -> None:
+    from ropesearch.search.worker import run_search
+
+    evolution = EvolutionConfig(num_population=6, num_parents=3, num_mutations=2, num_crossovers=1, num_generations=3)
+    result = run_search(
+        tmp_path,
+        make_sampler(evolution=evolution),
+        evaluate,
+        cost_tokens=1,
+        fingerprints={},
+        budget=BudgetConfig(),
+        selection=SelectionConfig(),
+    )
+    assert (result.stopped_because, result.num_trials) == ("num_generations", 4 + 6 + 3 * 3)
+
+
+def test_an_exhausted_space_ends_the_search(tmp_path: Path) -> None:
+    from ropesearch.search.worker import run_search
+
+    sampler = make_sampler(factor_step=5.0, attention_factor=1.1)
+    assert sampler.space.num_candidates == 9
+    result = run_search(
+        tmp_path,
+        sampler,
+        lambda regime, split: make_score(1 + sum(regime.factors)),
+        cost_tokens=1,
+        fingerprints={},
+        budget=BudgetConfig(num_trials=500),
+        selection=SelectionConfig(),
+    )
+    assert result.num_trials == 4 + 9
+    assert result.stopped_because == "every candidate of the space is in the study"
+
+
+def test_a_larger_budget_goes_on_with_a_finished_search(
+    tmp_path: Path, uninterrupted: tuple[SearchResult, list[Any]]
+) -> None:
+    run(tmp_path, num_trials=13)
+    assert same(run(tmp_path), uninterrupted[0])
+    assert contents(tmp_path)[:-1] == uninterrupted[1][:-1]
+
+
+def test_nothing_scored_is_an_error_of_its_own(tmp_path: Path) -> None:
+    calls: list[str] = []
+
+    def failing(regime: Regime, split: str) -> Score:
+        calls.append(split)
+        raise ScoringError("out of memory")
+
+    with pytest.raises(NothingScoredError, match="none of 16 trials could be scored: out of memory"):
+        run(tmp_path, score=failing)  # and a hopeless search does not use up its budget
+    with pytest.raises(NothingScoredError, match="none of 16 trials"):
+        run(tmp_path, score=failing)
+    assert len(calls) == 16
+
+
+def test_finalists_that_all_fail_are_an_error_too(tmp_path: Path) -> None:
+    def failing(regime: Regime, split: str) -> Score:
+        if split == "selection":
+            raise ScoringError("out of memory")
+        return evaluate(regime, split)
+
+    with pytest.raises(NothingScoredError, match="none of 7 finalists"):
+        run(tmp_path, score=failing)
+
+
+def test_a_finalist_that_fails_comes_last(tmp_path: Path) -> None:
+    def failing(regime: Regime, split: str) -> Score:
+        if split == "selection" and regime.name == "searched":
+            raise ScoringError("out of memory")
+        return evaluate(regime, split)
+
+    result = run(tmp_path, score=failing)
+    assert result.method == "yarn"
+    assert [finalist.failure for finalist in result.finalists] == [None] * 4 + ["out of memory"] * 3
+
+
+def test_other_errors_are_not_swallowed(tmp_path: Path) -> None:
+    def broken(regime: Regime, split: str) -> Score:
+        raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        run(tmp_path, score=broken)
+
+
+def test_events_tell_progress(tmp_path: Path) -> None:
+    events: list[SearchEvent] = []
+    result = run(tmp_path, on_event=events.append)
+    searched = [event for event in events if event.split == "search"]
+    assert [event.trial_number for event in searched] == list(range(34))
+    assert [event.num_finished for event in searched] == list(range(1, 35))
+    assert searched[3].spent_fraction == 0 and searched[18].spent_fraction == 0.5 and searched[-1].spent_fraction == 1
+    bests = [event.best_nats_per_token for event in searched]
+    assert bests == sorted(bests, reverse=True)  # type: ignore[type-var]
+    assert {event.failure for event in searched if event.nats_per_token is None} == {"nats are not a number"}
+    assert len(events) - len(searched) == len(result.finalists)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"budget": BudgetConfig(num_trials=0)}, "budget.num_trials"),
+        ({"budget": BudgetConfig(minutes=float("nan"))}, "budget.minutes"),
+        ({"budget": BudgetConfig(forward_equivalent_tokens=16 * 5 - 1)}, "at least 80"),
+        ({"selection": SelectionConfig(num_finalists=0)}, "num_finalists"),
+    ],
+)
+def test_impossible_limits_are_refused_before_anything_is_written(
+    changes: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    with pytest.raises(InputError, match=message):
+        run(tmp_path / "run", **changes)
+    assert not (tmp_path / "run").exists()
+
+
+def start(folder: Path, num_trials: int, delay: float) -> "subprocess.Popen[bytes]":
+    return subprocess.Popen([sys.executable, "-m", "tests.search.analytic", str(folder), str(num_trials), str(delay)])
+
+
+def kill_and_restart(folder: Path, num_kills: int, num_workers: int, num_trials: int) -> None:
+    """Kill workers at random moments of their work, then let them finish."""
+    moments = random.Random(num_kills)
+    workers = [start(folder, num_trials, 0.05) for _ in range(num_workers)]
+    for _ in range(num_kills):
+        begun = (folder / "calls").stat().st_size if (folder / "calls").exists() else 0
+        deadline = time.monotonic() + 60
+        while not (folder / "calls").exists() or (folder / "calls").stat().st_size == begun:
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        time.sleep(moments.uniform(0, 0.3))
+        victim = moments.randrange(num_workers)
+        workers[victim].send_signal(signal.SIGKILL)
+        workers[victim].wait()
+        workers[victim] = start(folder, num_trials, 0.05)
+    for worker in workers:
+        assert worker.wait(timeout=120) == 0
+
+
+def check_calls(folder: Path, num_kills: int) -> None:
+    """Every scoring ended once; only those that a kill cut short were begun again."""
+    calls = Counter((folder / "calls").read_text().splitlines())
+    ended = {call.removeprefix("end "): number for call, number in calls.items() if call.startswith("end ")}
+    begun = {call.removeprefix("begin "): number for call, number in calls.items() if call.startswith("begin ")}
+    assert set(ended) == set(begun)
+    # A kill between a scoring's end and the writing of its score repeats that scoring, and cannot but.
+    assert sum(begun.values()) - len(begun) <= num_kills
+    assert sum(ended.values()) - len(ended) <= num_kills
+
+
+@pytest.mark.parametrize("num_kills", [3, pytest.param(20, marks=pytest.mark.slow)])
+def test_a_killed_worker_goes_on_as_if_nothing_had_happened(num_kills: int, tmp_path: Path) -> None:
+    num_trials = 30 if num_kills < 10 else 150
+    run(tmp_path / "whole", num_trials=num_trials)
+    folder = tmp_path / "killed"
+    folder.mkdir()
+    kill_and_restart(folder, num_kills, num_workers=1, num_trials=num_trials)
+    assert contents(folder) == contents(tmp_path / "whole")
+    check_calls(folder, num_kills)
+    assert [path.name for path in (folder / "workers").iterdir() if path.name.startswith("selection")] == []
+
+
+@pytest.mark.parametrize("num_kills", [0, 2, pytest.param(20, marks=pytest.mark.slow)])
+def test_two_workers_share_a_search(num_kills: int, tmp_path: Path) -> None:
+    num_trials = 30 if num_kills < 10 else 150
+    kill_and_restart(tmp_path, num_kills, num_workers=2, num_trials=num_trials)
+    trials = study_of(tmp_path).get_trials()
+    assert len(trials) == 4 + num_trials
+    assert all(trial.state.is_finished() for trial in trials)
+    found = [str(trial.user_attrs[CANDIDATE]) for trial in trials[4:]]
+    assert len(set(found)) == num_trials
+    check_calls(tmp_path, num_kills)
+    if num_kills == 0:
+        assert len({trial.user_attrs[OWNER] for trial in trials}) == 2

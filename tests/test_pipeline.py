@@ -1,0 +1,251 @@
+"""The jobs from end to end: what a search leaves behind, that it goes on after a kill, and that others read its result."""
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import transformers
+
+import ropesearch
+from ropesearch import cli
+from ropesearch.artifact.schema import RopeConfig
+from ropesearch.data.config import CorpusConfig
+from ropesearch.data.windows import build_windows
+from ropesearch.demo.__main__ import write_demo
+from tests import runs, toys
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return runs.write_corpus(tmp_path_factory.mktemp("corpus") / "texts")
+
+
+@pytest.fixture(scope="module")
+def finished(toy_folder: Path, corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The run folder of a finished search on the toy."""
+    run = tmp_path_factory.mktemp("run") / "run"
+    assert cli.main(runs.search_words(toy_folder, corpus, run)) == 0
+    return run
+
+
+def perplexity(model: Any, token_ids: Any) -> float:
+    """exp of transformers' own mean loss over windows of equal length."""
+    with torch.no_grad():
+        losses = [float(model(input_ids=ids[None], labels=ids[None]).loss) for ids in torch.from_numpy(token_ids.astype(np.int64))]
+    return float(np.exp(np.mean(losses)))
+
+
+def test_a_run_holds_what_it_promises(finished: Path, toy_folder: Path) -> None:
+    names = {path.name for path in finished.iterdir()}
+    assert names >= {
+        "rope_config.json", "checkpoint", "factors.png", "course.png", "study.journal", "config.json", "versions.json", "log.txt",
+    }  # fmt: skip
+    rope_config = RopeConfig.read(finished)
+    assert rope_config == RopeConfig.read(finished / "checkpoint")
+    assert (rope_config.target_length, rope_config.geometry.original_length) == (runs.TARGET_LENGTH, toys.ORIGINAL_LENGTH)
+    trials = runs.trials_of(finished)
+    assert [trial[4] for trial in trials] == ["unscaled", "linear", "ntk", "yarn"] + ["searched"] * 12
+    searched = min(trial[2][0] for trial in trials if trial[4] == "searched")
+    recorded = rope_config.search["search_scores"]["searched"]
+    assert recorded["nats"] / recorded["tokens"] == pytest.approx(searched, rel=1e-12)
+    assert {row["method"] for row in rope_config.evaluation} >= {"unscaled", "linear", "ntk", "yarn"}
+    assert json.loads((finished / "versions.json").read_text())["transformers"] == transformers.__version__
+
+
+def test_held_out_scores_are_those_of_the_shipped_folder(finished: Path, corpus: Path) -> None:
+    """The result's held-out row against transformers' own loss, on the folder as anyone would load it."""
+    model = transformers.AutoModelForCausalLM.from_pretrained(finished / "checkpoint", dtype=torch.float32).eval()
+    tokenizer = transformers.AutoTokenizer.from_pretrained(finished / "checkpoint")
+    config = CorpusConfig(path=str(corpus), num_search_windows=3, num_selection_windows=3, num_held_out_windows=3)
+    windows = build_windows(config, tokenizer, runs.TARGET_LENGTH, 0, None)["held_out"]
+    rope_config = RopeConfig.read(finished)
+    (row,) = [
+        row
+        for row in rope_config.evaluation
+        if row["method"] == rope_config.search["method"] and row["length"] == runs.TARGET_LENGTH
+    ]
+    assert perplexity(model, windows.token_ids) == pytest.approx(np.exp(row["nats"] / row["tokens"]), rel=1e-5)
+
+
+def test_the_same_again_shows_the_result_and_scores_nothing(
+    finished: Path, toy_folder: Path, corpus: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    before = {path: path.read_bytes() for path in (finished / "rope_config.json", finished / "study.journal")}
+    monkeypatch.setattr("ropesearch.pipeline.load_model", lambda config: pytest.fail("loaded the weights"))
+    monkeypatch.setattr("ropesearch.pipeline.versions", lambda: {"ropesearch": "another"})
+    assert cli.main([*runs.search_words(toy_folder, corpus, finished), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["rope_config"] == json.loads(before[finished / "rope_config.json"])
+    assert {path: path.read_bytes() for path in before} == before
+
+
+def test_the_same_seed_gives_the_same_bytes(finished: Path, toy_folder: Path, corpus: Path, tmp_path: Path) -> None:
+    assert cli.main(runs.search_words(toy_folder, corpus, tmp_path / "again")) == 0
+    assert (tmp_path / "again" / "rope_config.json").read_bytes() == (finished / "rope_config.json").read_bytes()
+    assert runs.trials_of(tmp_path / "again") == runs.trials_of(finished)
+
+
+def test_a_larger_budget_goes_on(toy_folder: Path, corpus: Path, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    assert cli.main(runs.search_words(toy_folder, corpus, run, num_trials=5)) == 0
+    first = runs.trials_of(run)
+    assert cli.main(runs.search_words(toy_folder, corpus, run, num_trials=12)) == 0
+    assert runs.trials_of(run)[:9] == first
+    assert RopeConfig.read(run).search["num_trials"] == 16
+    assert RopeConfig.read(run) == RopeConfig.read(run / "checkpoint")
+
+
+def test_another_question_in_the_same_folder_is_refused(
+    finished: Path, toy_folder: Path, corpus: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main([*runs.search_words(toy_folder, corpus, finished), "seed=1"]) == 2
+    assert "seed: 0 there, 1 asked" in capsys.readouterr().err
+
+
+def test_evaluate_and_verify_a_run(finished: Path, corpus: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = [f"corpus.path={corpus}", f"run={tmp_path / 'evaluation'}", "cache=null", "objective.num_blocks=4"]
+    words += [f"corpus.num_{split}_windows=3" for split in ("search", "selection", "held_out")]
+    assert cli.main(["evaluate", str(finished), *words, "--json"]) == 0
+    rows = json.loads(capsys.readouterr().out)["evaluation"]
+    methods = ["unscaled", "linear", "ntk", "dynamic_ntk", "yarn", "searched"]
+    assert [(row["method"], row["length"]) for row in rows] == [(name, length) for length in (64, 128) for name in methods]
+    rope_config = RopeConfig.read(finished)
+    recorded = {(row["method"], row["length"]): row["nats"] for row in rope_config.evaluation}
+    for row in rows:
+        if (row["method"], row["length"]) in recorded:
+            assert row["nats"] == pytest.approx(recorded[row["method"], row["length"]], rel=1e-9)
+    assert cli.main(["verify", str(finished)]) == 0
+    assert capsys.readouterr().out.endswith("verified\n")
+
+
+def test_verify_says_no(finished: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """One bit of the weights: exit 1, naming the file; and ropesearch.load refuses it."""
+    folder = tmp_path / "changed"
+    folder.mkdir()
+    for path in (finished / "checkpoint").iterdir():
+        (folder / path.name).write_bytes(path.read_bytes())
+    content = bytearray((folder / "model.safetensors").read_bytes())
+    content[-5] ^= 1
+    (folder / "model.safetensors").write_bytes(bytes(content))
+    assert cli.main(["verify", str(folder), "levels=[digest]"]) == 1
+    output = capsys.readouterr().out
+    assert "the difference is in model.safetensors" in output and output.endswith("NOT verified\n")
+    with pytest.raises(ropesearch.errors.BindingError, match="sha256:"):
+        ropesearch.load(folder)
+
+
+def test_a_corpus_that_is_too_short_is_refused_before_weights(
+    toy_folder: Path, corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("ropesearch.pipeline.load_model", lambda config: pytest.fail("loaded the weights"))
+    words = [word for word in runs.search_words(toy_folder, corpus, tmp_path / "run") if "target_length" not in word]
+    assert cli.main([*words, "target_length=4096"]) == 2
+    assert "long enough" in capsys.readouterr().err
+    assert not (tmp_path / "run").exists()
+
+
+def test_no_candidate_can_be_scored(tmp_path: Path, corpus: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Finite weights whose logits overflow: every trial fails with its reason, and the search says so."""
+    folder = toys.write_checkpoint(tmp_path / "toy", initializer_range=1e30)
+    assert cli.main(runs.search_words(folder, corpus, tmp_path / "run")) in (2, 3)
+    assert "ropesearch: " in capsys.readouterr().err
+
+
+def kill_and_resume(words: list[str], num_kills: int, seed: int) -> None:
+    """Start the command, kill it with SIGKILL at random moments, then let it end."""
+    moments = random.Random(seed)
+    started = time.monotonic()
+    process = runs.started(words)
+    assert process.wait() == 0, process.communicate()[1]
+    whole = time.monotonic() - started
+    run = Path(next(word for word in words if word.startswith("run="))[4:])
+    run.rename(run.with_name("whole"))
+    kills = 0
+    while kills < num_kills:
+        process = runs.started(words)
+        try:
+            assert process.wait(timeout=moments.uniform(0.4, 1.0) * whole) == 0, process.communicate()[1]
+        except subprocess.TimeoutExpired:
+            process.send_signal(signal.SIGKILL)
+            kills += 1
+        else:
+            run.rename(run.with_name(f"finished-{kills}"))
+            assert runs.trials_of(run.with_name(f"finished-{kills}")) == runs.trials_of(run.with_name("whole"))
+        process.communicate()
+    process = runs.started(words)
+    assert process.wait() == 0, process.communicate()[1]
+
+
+def check_killed(words: list[str], tmp_path: Path, num_kills: int) -> None:
+    kill_and_resume(words, num_kills, seed=0)
+    assert runs.trials_of(tmp_path / "run") == runs.trials_of(tmp_path / "whole")
+    for name in ("rope_config.json", "checkpoint/rope_config.json", "checkpoint/config.json"):
+        assert (tmp_path / "run" / name).read_bytes() == (tmp_path / "whole" / name).read_bytes()
+
+
+def test_a_killed_search_goes_on(toy_folder: Path, corpus: Path, tmp_path: Path) -> None:
+    check_killed(runs.search_words(toy_folder, corpus, tmp_path / "run", num_trials=20), tmp_path, num_kills=2)
+
+
+@pytest.mark.slow
+def test_twenty_kills_of_a_search_on_the_demo(tmp_path: Path) -> None:
+    write_demo(tmp_path / "demo")
+    words = [
+        *runs.search_words(tmp_path / "demo" / "model", tmp_path / "demo" / "texts", tmp_path / "run", num_trials=60),
+    ]
+    words[words.index(f"target_length={runs.TARGET_LENGTH}")] = "target_length=512"
+    check_killed(words, tmp_path, num_kills=20)
+
+
+IN_ANOTHER_TRANSFORMERS = """
+import sys
+import numpy as np, torch, transformers
+version, folder, tokens = sys.argv[1:]
+assert transformers.__version__ == version, transformers.__version__
+model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+losses = []
+for ids in torch.from_numpy(np.load(tokens)).long():
+    with torch.no_grad():
+        losses.append(float(model(input_ids=ids[None], labels=ids[None]).loss))
+print(repr(float(np.mean(losses))))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("version", ["4.57.6", "5.16.1", transformers.__version__])
+def test_the_demo_result_in_plain_transformers(version: str, tmp_path: Path) -> None:
+    """The searched held-out perplexity at 2,048 tokens, by a plain load of the folder in each version."""
+    other = runs.other_transformers(version)
+    if other is None and version != transformers.__version__:
+        pytest.skip(f"{runs.OTHER_TRANSFORMERS} names no folder with transformers {version}; make test-slow does")
+    write_demo(tmp_path / "demo")
+    words = runs.search_words(tmp_path / "demo" / "model", tmp_path / "demo" / "texts", tmp_path / "run", num_trials=4)
+    words[words.index(f"target_length={runs.TARGET_LENGTH}")] = "target_length=2048"
+    assert cli.main(words) == 0
+    checkpoint = tmp_path / "run" / "checkpoint"
+    config = CorpusConfig(
+        path=str(tmp_path / "demo" / "texts"), num_search_windows=3, num_selection_windows=3, num_held_out_windows=3
+    )
+    tokenizer = transformers.AutoTokenizer.from_pretrained(checkpoint)
+    windows = build_windows(config, tokenizer, 2048, 0, None)["held_out"]
+    np.save(tmp_path / "tokens.npy", windows.token_ids)
+    environment = {**os.environ, **({"PYTHONPATH": str(other)} if other else {})}
+    printed = subprocess.run(
+        [sys.executable, "-c", IN_ANOTHER_TRANSFORMERS, version, str(checkpoint), str(tmp_path / "tokens.npy")],
+        env=environment, capture_output=True, text=True, check=True, cwd=tmp_path,
+    )  # fmt: skip
+    rope_config = RopeConfig.read(checkpoint)
+    (row,) = [
+        row
+        for row in rope_config.evaluation
+        if row["method"] == rope_config.search["method"] and row["length"] == 2048
+    ]
+    assert float(printed.stdout) == pytest.approx(row["nats"] / row["tokens"], abs=1e-5)
