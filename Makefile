@@ -1,6 +1,8 @@
 # Needs make and Python 3.11. `make demo` and `make test` set up .venv the first time; a second run reinstalls nothing.
 PYTHON ?= python3.11
 VENV ?= .venv
+DATA ?= demo-data
+RUN ?= runs/demo
 OTHER ?= .venv/other-transformers
 PIP := $(VENV)/bin/pip install --quiet --disable-pip-version-check
 INSTALLED := $(VENV)/.installed
@@ -8,8 +10,8 @@ INSTALLED := $(VENV)/.installed
 .PHONY: demo test test-slow lint
 
 demo: $(INSTALLED)
-	$(VENV)/bin/python -m ropesearch.demo demo-data
-	$(VENV)/bin/ropesearch search demo-data/model corpus.path=demo-data/texts target_length=2048 budget.num_trials=200 run=runs/demo
+	$(VENV)/bin/python -m ropesearch.demo $(DATA)
+	$(VENV)/bin/ropesearch search $(DATA)/model corpus.path=$(DATA)/texts run=$(RUN) target_length=2048 budget.num_trials=200
 
 test: $(INSTALLED)
 	$(VENV)/bin/pytest -m "not slow"

@@ -3,7 +3,8 @@
     python benchmarks/search_seeds.py [OUT] [--num-trials 200]
 
 About five minutes a seed on two cores. Stopped and started again it goes on where it was. OUT (by default
-benchmarks/search_seeds) gets a run folder for each seed, and results.json and results.md with the figures of the README.
+runs/search_seeds)
+gets the demo, a run folder for each seed, and search_seeds.json and search_seeds.md with the figures of the README.
 """
 
 import argparse
@@ -69,15 +70,16 @@ def table(results: list[dict[str, Any]]) -> str:
 def main() -> int:
     """The command."""
     parser = argparse.ArgumentParser(description="The demo's search for three seeds.")
-    parser.add_argument("out", type=Path, nargs="?", default=Path(__file__).with_suffix(""), metavar="OUT")
+    parser.add_argument("out", type=Path, nargs="?", default=Path("runs/search_seeds"), metavar="OUT")
     parser.add_argument("--num-trials", type=int, default=200, help="candidates of each search (default 200)")
     options = parser.parse_args()
     write_demo(options.out / "demo")
     results = [measured(options.out, seed, options.num_trials) for seed in SEEDS]
     write_json(
-        options.out / "results.json", {"num_trials": options.num_trials, "versions": versions(), "results": results}
+        options.out / "search_seeds.json",
+        {"num_trials": options.num_trials, "versions": versions(), "results": results},
     )
-    write_bytes(options.out / "results.md", table(results).encode())
+    write_bytes(options.out / "search_seeds.md", table(results).encode())
     print(table(results), end="")
     return 0
 

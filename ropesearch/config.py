@@ -1,17 +1,17 @@
 """One root dataclass per job, and the way from `key=value` to it.
 
-Values live in conf/ as Hydra files, each extending the schema of its owner. Hydra stops here: what leaves this module are
-plain dataclasses. Every key is checked before anything is loaded.
+Values live in conf/ as Hydra files, each extending the schema of its owner. Hydra stops here: what leaves this module
+are plain dataclasses. Every key is checked before anything is loaded.
 """
 
-import ast
 import dataclasses
 import difflib
 import enum
-import re
+import functools
+import math
 import types
 import typing
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +42,9 @@ class SearchJob:
     budget: BudgetConfig = group(BudgetConfig)
     storage: StorageConfig = group(StorageConfig)
 
+    def __post_init__(self) -> None:
+        _check_seed(self.seed)
+
 
 @dataclasses.dataclass(kw_only=True)
 class EvaluateJob:
@@ -56,6 +59,9 @@ class EvaluateJob:
     corpus: CorpusConfig = group(CorpusConfig)
     objective: ScoringConfig = group(ScoringConfig)
 
+    def __post_init__(self) -> None:
+        _check_seed(self.seed)
+
 
 @dataclasses.dataclass(kw_only=True)
 class VerifyJob:
@@ -68,18 +74,37 @@ class VerifyJob:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Job:
-    """A job of the command line: its schema, the key that a bare path stands for, and a line for the list."""
+    """A job of the command line: its schema, the key that a bare path stands for, and the keys that must be given."""
 
     schema: type
     main_key: str
     path_meaning: str
     summary: str
+    required: tuple[str, ...]
 
 
 JOBS = {
-    "search": Job(SearchJob, "model.path", "CHECKPOINT", "search the factors of a checkpoint for a target length"),
-    "evaluate": Job(EvaluateJob, "path", "FOLDER", "perplexity by length and position, searched against the usual methods"),
-    "verify": Job(VerifyJob, "path", "FOLDER", "prove that a folder is what its rope_config.json says"),
+    "search": Job(
+        schema=SearchJob,
+        main_key="model.path",
+        path_meaning="CHECKPOINT",
+        summary="search the factors of a checkpoint for a target length",
+        required=("model.path", "corpus.path", "target_length"),
+    ),
+    "evaluate": Job(
+        schema=EvaluateJob,
+        main_key="path",
+        path_meaning="FOLDER",
+        summary="perplexity by length and position, searched against the usual methods",
+        required=("path", "corpus.path"),
+    ),
+    "verify": Job(
+        schema=VerifyJob,
+        main_key="path",
+        path_meaning="FOLDER",
+        summary="prove that a folder is what its rope_config.json says",
+        required=("path",),
+    ),
 }
 
 
@@ -129,28 +154,41 @@ def conf_folder() -> Path:
 
 
 def compose(job_name: str, path: str | None, overrides: Sequence[str]) -> Any:
-    """The job's root dataclass for `key=value` overrides and an optional bare path (which Hydra never parses).
+    """The job's root dataclass for `key=value` overrides and an optional bare path.
+
+    Hydra chooses the presets. Values are read here, by the type of their key, and never by Hydra's grammar, in which
+    paths with brackets or `${` would mean something: a text is exactly what was given.
 
     Raises InputError, with the nearest key, for an unknown, misspelt, ill-typed or out-of-range value.
     """
     job = JOBS[job_name]
     known = {key.name: key for key in keys_of(job.schema)}
     groups = groups_of(job.schema)
-    checked = [_checked_override(text, known, groups) for text in overrides]
-    given = [text.partition("=")[0] for text in overrides]
-    for name in given:
-        if given.count(name) > 1:
+    presets: list[str] = []
+    values: dict[str, Any] = {}
+    for text in overrides:
+        name, value = _name_and_value(text, [*known, *groups])
+        if name in values or name in (preset.partition("=")[0] for preset in presets):
             raise InputError(f"{name}: given more than once; give it once")
-    if path is not None and job.main_key in given:
-        raise InputError(f"{job.main_key}: given as a bare path ({path}) and as a key; give it once")
-    config = _composed(job_name, checked)
+        if name in known:
+            values[name] = _read(known[name], value)
+        elif value in groups[name]:
+            presets.append(text)
+        else:
+            raise InputError(f"{name}: expected one of {', '.join(groups[name])}, got {value!r}")
     if path is not None:
-        *parents, leaf = job.main_key.split(".")
-        owner = config
-        for parent in parents:
-            owner = getattr(owner, parent)
-        setattr(owner, leaf, path)
-    return config
+        if job.main_key in values:
+            raise InputError(f"{job.main_key}: given as a bare path ({path}) and as a key; give it once")
+        values[job.main_key] = path
+    return _with_values(_composed(job_name, presets), values)
+
+
+def expect_given(job_name: str, config: Any) -> None:
+    """Raise InputError unless all that the job requires has a value."""
+    required = JOBS[job_name].required
+    missing = [name for name in required if not functools.reduce(getattr, name.split("."), config)]
+    if missing:
+        raise InputError(f"{', '.join(missing)}: expected a value, got none; give {missing[0]}=... (see --help)")
 
 
 def plain(config: Any) -> Any:
@@ -164,41 +202,61 @@ def plain(config: Any) -> Any:
     return config
 
 
-def _checked_override(text: str, known: dict[str, Key], groups: dict[str, list[str]]) -> str:
+def _name_and_value(text: str, names: Sequence[str]) -> tuple[str, str]:
     name, equals, value = text.partition("=")
-    bare = name.lstrip("+~")
     if not equals:
-        raise InputError(f"{text}: expected key=value{_nearest(bare, [*known, *groups])}")
-    if name != bare or (name not in known and name not in groups):
-        raise InputError(f"{name}: no such key{_nearest(bare, [*known, *groups])}; see --help for all keys")
-    if name in groups:
-        if value not in groups[name]:
-            raise InputError(f"{name}: expected one of {', '.join(groups[name])}, got {value!r}")
-        return text
-    kinds = _alternatives(known[name].type)
-    if type(None) in kinds and value in ("null", ""):
-        return f"{name}=null"
-    if str in kinds:
-        return f"{name}={_quoted(value)}"
-    return text
+        raise InputError(f"{text}: expected key=value{_nearest(name, names)}")
+    if name not in names:
+        raise InputError(f"{name}: no such key{_nearest(name, names)}; see --help for all keys")
+    return name, value
 
 
-def _quoted(value: str) -> str:
-    """`value` as a quoted string of Hydra's grammar, so that no path or name is ever parsed."""
-    try:
-        already = isinstance(ast.literal_eval(value), str)
-    except (SyntaxError, ValueError):
-        already = False
-    text = ast.literal_eval(value) if already else value
-    # In Hydra's grammar a backslash only counts before a quote (or before the backslashes that end in one).
-    escaped = re.sub(r"(\\*)('|$)", lambda match: match[1] * 2 + ("\\'" if match[2] else ""), text)
-    return f"'{escaped}'"
+def _read(key: Key, text: str) -> Any:
+    """The value that `text` stands for under the key's type; of several types the first that fits, text last."""
+    for kind in sorted(_alternatives(key.type), key=lambda kind: kind is str):
+        try:
+            return _read_as(kind, text)
+        except ValueError:
+            continue
+    raise InputError(f"{key.name}: expected {type_name(key)}, got {text!r} ({key.meaning})")
 
 
-def _composed(job_name: str, overrides: list[str]) -> Any:
+def _read_as(kind: Any, text: str) -> Any:
+    """`text` as a value of `kind`; ValueError where it is none."""
+    if typing.get_origin(kind) is list:
+        (item,) = typing.get_args(kind)
+        if not (text.startswith("[") and text.endswith("]")):
+            raise ValueError(text)
+        inside = text[1:-1].strip()
+        return [_read_as(item, part.strip()) for part in inside.split(",")] if inside else []
+    if kind is float and not math.isfinite(float(text)):
+        raise ValueError(text)
+    if kind in (int, float, str):
+        return kind(text)
+    words: dict[Any, dict[str, Any]] = {type(None): {"null": None, "": None}, bool: {"true": True, "false": False}}
+    members = kind.__members__ if isinstance(kind, enum.EnumMeta) else words[kind]
+    if text not in members:
+        raise ValueError(text)
+    return members[text]
+
+
+def _with_values(config: Any, values: Mapping[str, Any]) -> Any:
+    """`config` with `values` by dotted name; each dataclass that changes is made anew, so that it checks itself."""
+    fields = {name: value for name, value in values.items() if "." not in name}
+    for group_name in {name.partition(".")[0]: None for name in values if "." in name}:
+        below = {name.partition(".")[2]: value for name, value in values.items() if name.startswith(f"{group_name}.")}
+        try:
+            fields[group_name] = _with_values(getattr(config, group_name), below)
+        except InputError as error:
+            raise InputError(f"{group_name}.{error}") from error
+    return dataclasses.replace(config, **fields)
+
+
+def _composed(job_name: str, presets: list[str]) -> Any:
     from hydra import compose as hydra_compose
     from hydra import initialize_config_dir
     from hydra.core.config_store import ConfigStore
+    from hydra.core.global_hydra import GlobalHydra
     from hydra.errors import HydraException
     from omegaconf import OmegaConf
     from omegaconf.errors import OmegaConfBaseException
@@ -209,20 +267,21 @@ def _composed(job_name: str, overrides: list[str]) -> Any:
     hints = typing.get_type_hints(schema)
     for name in groups_of(schema):
         store.store(group=name, name="schema", node=hints[name])
+    around = GlobalHydra.instance().hydra  # of a program that calls this one; there can be only one at a time
+    GlobalHydra.instance().clear()
     try:
         with initialize_config_dir(str(conf_folder().resolve()), version_base="1.3"):
-            return OmegaConf.to_object(hydra_compose(job_name, overrides))
+            return OmegaConf.to_object(hydra_compose(job_name, presets))
     except (HydraException, OmegaConfBaseException) as error:
-        raise InputError(_readable(error, schema)) from error
+        reason = " ".join(str(error).split())
+        raise InputError(f"{conf_folder()}: cannot be read: {reason}") from error
+    finally:
+        GlobalHydra.instance().hydra = around
 
 
-def _readable(error: Exception, schema: type) -> str:
-    override = re.search(r"Error merging override (\S+?)=(.*)", str(error))
-    if override is None:
-        return f"the configuration cannot be read: {str(error).splitlines()[0]}"
-    name, value = override[1], override[2]
-    key = next(key for key in keys_of(schema) if key.name == name)
-    return f"{name}: expected {type_name(key)}, got {value!r} ({key.meaning})"
+def _check_seed(seed: int) -> None:
+    if seed < 0:
+        raise InputError(f"seed: expected at least 0, got {seed}")
 
 
 def type_name(key: Key) -> str:
@@ -245,9 +304,9 @@ def _alternatives(kind: Any) -> tuple[Any, ...]:
 
 
 def _nearest(name: str, names: Sequence[str]) -> str:
-    leaves: dict[str, str] = {other: other for other in names}
-    matches = difflib.get_close_matches(name, list(leaves), n=1, cutoff=0.5)
+    bare = name.lstrip("+~")
+    matches = difflib.get_close_matches(bare, names, n=1, cutoff=0.5)
     if not matches:
         by_leaf = {other.rsplit(".", 1)[-1]: other for other in names}
-        matches = [by_leaf[leaf] for leaf in difflib.get_close_matches(name.rsplit(".", 1)[-1], list(by_leaf), n=1)]
+        matches = [by_leaf[leaf] for leaf in difflib.get_close_matches(bare.rsplit(".", 1)[-1], list(by_leaf), n=1)]
     return f"; did you mean {matches[0]}?" if matches else ""

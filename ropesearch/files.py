@@ -16,7 +16,7 @@ _CHUNK_BYTES = 1 << 20
 def written_beside(path: Path) -> Iterator[BinaryIO]:
     """Open a file beside `path`; it is renamed to `path` when the block ends, and removed when the block raises.
 
-    The data is flushed to disk before the rename, so after a crash `path` holds the old content or the new, never a part.
+    The data is flushed to disk before the rename, so after a crash `path` holds the old content or the new, in full.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     descriptor, beside = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")

@@ -4,6 +4,7 @@ import dataclasses
 import functools
 import logging
 import math
+import os
 import shutil
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -17,7 +18,7 @@ from ropesearch.artifact.folder import write_checkpoint_folder
 from ropesearch.artifact.load import load_unscaled, read_bound
 from ropesearch.artifact.schema import FILE_NAME, RopeConfig
 from ropesearch.artifact.verify import verify as verify_folder
-from ropesearch.config import EvaluateJob, SearchJob, VerifyJob, plain
+from ropesearch.config import EvaluateJob, SearchJob, VerifyJob, expect_given, plain
 from ropesearch.data.windows import Windows, build_windows
 from ropesearch.errors import InputError, ScoringError
 from ropesearch.evaluate.perplexity import Evaluation, RegimeAt, comparison_regimes, perplexity_table
@@ -54,17 +55,17 @@ def search(job: SearchJob) -> SearchOutcome:
     NothingScoredError when no candidate could be scored; KeyboardInterrupt leaves a run that goes on when asked again.
     """
     _quiet_libraries()
-    _expect_given({"model.path": job.model.path, "corpus.path": job.corpus.path, "target_length": job.target_length})
+    expect_given("search", job)
     small_files = find_checkpoint(job.model, with_weights=False)
-    geometry = read_geometry(
-        small_files, job.model.original_length, trust_remote_code=job.model.trust_remote_code
-    )
+    geometry = read_geometry(small_files, job.model.original_length, trust_remote_code=job.model.trust_remote_code)
     baselines = baseline_regimes(geometry, job.target_length)
     space = Space(geometry, job.target_length, job.space)
     sampler = EvolutionSampler(space, job.optimizer, job.seed, len(baselines))
     job.objective.check(job.target_length)
     check_selection(job.selection)
-    windows = build_windows(job.corpus, load_tokenizer(job.model), job.target_length, job.seed, _cache_folder(job.cache))
+    windows = build_windows(
+        job.corpus, load_tokenizer(job.model), job.target_length, job.seed, _cache_folder(job.cache)
+    )
     cost_tokens = forward_equivalent_tokens(windows["search"])
     Budget(job.budget, sampler, cost_tokens, len(baselines))
 
@@ -143,7 +144,7 @@ def evaluate(job: EvaluateJob) -> EvaluateOutcome:
     of the folder's rope_config.json. A method that cannot be scored at a length is named, and has no row.
     """
     _quiet_libraries()
-    _expect_given({"path": job.path, "corpus.path": job.corpus.path})
+    expect_given("evaluate", job)
     folder = _checkpoint_of(Path(job.path))
     rope_config = RopeConfig.read(folder)
     geometry, target_length = rope_config.geometry, rope_config.target_length
@@ -179,7 +180,7 @@ def evaluate(job: EvaluateJob) -> EvaluateOutcome:
 def verify(job: VerifyJob) -> VerifyOutcome:
     """Check a folder against its rope_config.json; see `ropesearch.artifact.verify.verify`."""
     _quiet_libraries()
-    _expect_given({"path": job.path})
+    expect_given("verify", job)
     folder = _checkpoint_of(Path(job.path))
     return VerifyOutcome(folder=folder, findings=verify_folder(folder, job.levels, job.max_logits_tokens))
 
@@ -287,7 +288,8 @@ def _search_record(
         "documents": {split: list(windows[split].documents) for split in windows},
         "scoring": fingerprints["scoring"],
         "search_scores": {
-            name: {"nats": score.total_nats, "tokens": score.total_tokens} for name, score in result.search_scores.items()
+            name: {"nats": score.total_nats, "tokens": score.total_tokens}
+            for name, score in result.search_scores.items()
         },
         "selection_scores": selection,
     }
@@ -306,7 +308,9 @@ def _constant(regime: Regime, length: int) -> Regime:
 def _checkpoint_of(path: Path) -> Path:
     """The checkpoint folder that `path` is, or that the run folder `path` holds."""
     if not path.is_dir():
-        raise InputError(f"path: expected a checkpoint folder with {FILE_NAME}, or a run folder; there is no folder {path}")
+        raise InputError(
+            f"path: expected a checkpoint folder with {FILE_NAME}, or a run folder; there is no folder {path}"
+        )
     for folder in (path / "checkpoint", path):
         if (folder / FILE_NAME).is_file() and (folder / "config.json").is_file():
             return folder
@@ -324,13 +328,7 @@ def _doublings(original_length: int, target_length: int) -> list[int]:
 
 
 def _cache_folder(path: str | None) -> Path | None:
-    return None if path is None else Path(path).expanduser()
-
-
-def _expect_given(values: Mapping[str, Any]) -> None:
-    missing = [name for name, value in values.items() if not value]
-    if missing:
-        raise InputError(f"{', '.join(missing)}: expected a value, got none; give {missing[0]}=... (see --help)")
+    return None if path is None else Path(os.path.expanduser(path))
 
 
 def _quiet_libraries() -> None:

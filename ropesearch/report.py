@@ -1,6 +1,7 @@
 """What a job came to, as text for a terminal and as JSON for programs."""
 
 import math
+import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,6 +12,7 @@ from ropesearch.artifact.verify import Finding
 from ropesearch.evaluate.interval import paired_interval
 from ropesearch.evaluate.perplexity import Evaluation
 from ropesearch.evaluate.table import aligned, perplexity_text, render_table
+from ropesearch.score.score import Score
 from ropesearch.search.worker import SearchResult
 
 
@@ -47,32 +49,34 @@ class SearchOutcome:
         selected: dict[str, str] = {}
         for finalist in result.finalists:  # best first; of the candidates only the best is shown
             score = finalist.selection_score
-            selected.setdefault(finalist.method, "failed" if score is None else f"{score.perplexity:.3f}")
+            selected.setdefault(finalist.method, "failed" if score is None else _perplexity_of(score))
         won = cells[(result.method, target_length)]
+        num_documents = len(won.window_nats)
+        documents = f"{num_documents} held-out document{'s' if num_documents > 1 else ''}"
         lines = [["method", "search", "selection", "held out", f"nats per token above {result.method} (95 % interval)"]]
         for row in (row for row in self.rows if row.length == target_length):
             searched = result.search_scores.get(row.method)
-            interval = paired_interval(row, won)
-            above = f"{interval.difference:+.4f} ({interval.low:+.4f} to {interval.high:+.4f})"
             lines.append(
                 [
                     row.method,
-                    "-" if searched is None else f"{searched.perplexity:.3f}",
+                    "-" if searched is None else _perplexity_of(searched),
                     selected.get(row.method, "-"),
                     perplexity_text(row.nats, row.tokens),
-                    "" if row is won else above,
+                    "" if row is won else _above(row, won),
                 ]
             )
         before, after = cells[("unscaled", original_length)], cells[(result.method, original_length)]
         price = math.expm1(after.nats / after.tokens - before.nats / before.tokens)
         parts = [
-            f"perplexity at {target_length} tokens ({len(won.window_nats)} held-out documents)",
+            f"perplexity at {target_length} tokens ({documents})",
             aligned(lines),
             "",
-            f"chosen: {result.method} (trial {result.trial_number} of {result.num_trials}, {result.num_failed} failed), "
-            f"attention factor {regime.attention_factor:.3f}, factors {regime.factors[0]:.2f} to {regime.factors[-1]:.2f}",
-            f"price on short inputs: perplexity at {original_length} tokens {perplexity_text(before.nats, before.tokens)} "
-            f"unscaled, {perplexity_text(after.nats, after.tokens)} now ({price:+.1%})",
+            f"chosen: {result.method} (trial {result.trial_number} of {result.num_trials}, "
+            f"{result.num_failed} failed), attention factor {regime.attention_factor:.3f}, "
+            f"factors {regime.factors[0]:.2f} to {regime.factors[-1]:.2f}",
+            f"price on short inputs: perplexity at {original_length} tokens "
+            f"{perplexity_text(before.nats, before.tokens)} unscaled, "
+            f"{perplexity_text(after.nats, after.tokens)} now ({price:+.1%})",
         ]
         if result.method != "searched":
             parts.append(f"no candidate beat {result.method} on the selection windows, so rope_config.json holds that")
@@ -82,11 +86,12 @@ class SearchOutcome:
                 "that of the unscaled model, and only ropesearch.load serves the regime"
             )
         parts += [finding.message for finding in self.findings if not finding.ok]
+        state = "NOT verified" if self.exit_code else "as its rope_config.json says"
+        verify_command = shlex.join(["ropesearch", "verify", str(self.checkpoint_folder)])
         parts += [
             "",
             f"run         {self.run_folder}  (rope_config.json, factors.png, course.png, study.journal, log.txt)",
-            f"checkpoint  {self.checkpoint_folder}  ({'as its rope_config.json says' if not self.exit_code else 'NOT verified'}; "
-            f"all levels: ropesearch verify {self.checkpoint_folder})",
+            f"checkpoint  {self.checkpoint_folder}  ({state}; all levels: {verify_command})",
         ]
         return "\n".join(parts)
 
@@ -131,3 +136,15 @@ class VerifyOutcome:
         """One line a finding, and the answer."""
         lines = [f"{'ok  ' if each.ok else 'FAIL'}  {each.level.name:<7} {each.message}" for each in self.findings]
         return "\n".join([*lines, "verified" if self.exit_code == 0 else "NOT verified"])
+
+
+def _perplexity_of(score: Score) -> str:
+    return perplexity_text(score.total_nats, score.total_tokens)
+
+
+def _above(row: Evaluation, won: Evaluation) -> str:
+    """By how many nats per token `row` lies above the winner; a single document admits no interval."""
+    if len(row.window_nats) < 2:
+        return f"{row.nats / row.tokens - won.nats / won.tokens:+.4f}"
+    interval = paired_interval(row, won)
+    return f"{interval.difference:+.4f} ({interval.low:+.4f} to {interval.high:+.4f})"

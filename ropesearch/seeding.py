@@ -11,5 +11,5 @@ def stream(seed: int, name: str, *indices: int) -> np.random.Generator:
     The same arguments give the same numbers on every machine and numpy version with PCG64; two names never share a
     stream. `seed` and `indices` are non-negative integers.
     """
-    name_words = np.frombuffer(hashlib.sha256(name.encode()).digest()[:16], dtype=np.uint32)
+    name_words = np.frombuffer(hashlib.sha256(name.encode()).digest()[:16], dtype="<u4")
     return np.random.Generator(np.random.PCG64(np.random.SeedSequence([seed, *name_words.tolist(), *indices])))

@@ -11,12 +11,12 @@ import pytest
 PACKAGE = Path(__file__).parent.parent / "ropesearch"
 FLOORS = [
     {"errors"},
-    {"files", "run_folder", "seeding", "settings"},
-    {"rope"},
+    {"files", "seeding", "settings"},
+    {"rope", "run_folder"},
     {"model", "data"},
     {"score", "artifact"},
     {"search", "train", "evaluate", "track"},
-    {"config"},
+    {"config", "report"},
     {"pipeline", "demo"},
     {"cli"},
 ]

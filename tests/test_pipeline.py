@@ -1,9 +1,9 @@
-"""The jobs from end to end: what a search leaves behind, that it goes on after a kill, and that others read its result."""
+"""The jobs from end to end: what a search leaves behind, going on after a kill, others reading the result."""
 
 import json
 import os
 import random
-import signal
+import shutil
 import subprocess
 import sys
 import time
@@ -21,6 +21,7 @@ from ropesearch.artifact.schema import RopeConfig
 from ropesearch.data.config import CorpusConfig
 from ropesearch.data.windows import build_windows
 from ropesearch.demo.__main__ import write_demo
+from ropesearch.errors import BindingError, ScoringError
 from tests import runs, toys
 
 
@@ -40,18 +41,25 @@ def finished(toy_folder: Path, corpus: Path, tmp_path_factory: pytest.TempPathFa
 def perplexity(model: Any, token_ids: Any) -> float:
     """exp of transformers' own mean loss over windows of equal length."""
     with torch.no_grad():
-        losses = [float(model(input_ids=ids[None], labels=ids[None]).loss) for ids in torch.from_numpy(token_ids.astype(np.int64))]
+        losses = [
+            float(model(input_ids=ids[None], labels=ids[None]).loss)
+            for ids in torch.from_numpy(token_ids.astype(np.int64))
+        ]
     return float(np.exp(np.mean(losses)))
 
 
 def test_a_run_holds_what_it_promises(finished: Path, toy_folder: Path) -> None:
     names = {path.name for path in finished.iterdir()}
     assert names >= {
-        "rope_config.json", "checkpoint", "factors.png", "course.png", "study.journal", "config.json", "versions.json", "log.txt",
+        "rope_config.json", "checkpoint", "factors.png", "course.png",
+        "study.journal", "config.json", "versions.json", "log.txt",
     }  # fmt: skip
     rope_config = RopeConfig.read(finished)
     assert rope_config == RopeConfig.read(finished / "checkpoint")
-    assert (rope_config.target_length, rope_config.geometry.original_length) == (runs.TARGET_LENGTH, toys.ORIGINAL_LENGTH)
+    assert (rope_config.target_length, rope_config.geometry.original_length) == (
+        runs.TARGET_LENGTH,
+        toys.ORIGINAL_LENGTH,
+    )
     trials = runs.trials_of(finished)
     assert [trial[4] for trial in trials] == ["unscaled", "linear", "ntk", "yarn"] + ["searched"] * 12
     searched = min(trial[2][0] for trial in trials if trial[4] == "searched")
@@ -110,13 +118,17 @@ def test_another_question_in_the_same_folder_is_refused(
     assert "seed: 0 there, 1 asked" in capsys.readouterr().err
 
 
-def test_evaluate_and_verify_a_run(finished: Path, corpus: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_evaluate_and_verify_a_run(
+    finished: Path, corpus: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     words = [f"corpus.path={corpus}", f"run={tmp_path / 'evaluation'}", "cache=null", "objective.num_blocks=4"]
     words += [f"corpus.num_{split}_windows=3" for split in ("search", "selection", "held_out")]
     assert cli.main(["evaluate", str(finished), *words, "--json"]) == 0
     rows = json.loads(capsys.readouterr().out)["evaluation"]
     methods = ["unscaled", "linear", "ntk", "dynamic_ntk", "yarn", "searched"]
-    assert [(row["method"], row["length"]) for row in rows] == [(name, length) for length in (64, 128) for name in methods]
+    assert [(row["method"], row["length"]) for row in rows] == [
+        (name, length) for length in (64, 128) for name in methods
+    ]
     rope_config = RopeConfig.read(finished)
     recorded = {(row["method"], row["length"]): row["nats"] for row in rope_config.evaluation}
     for row in rows:
@@ -138,7 +150,7 @@ def test_verify_says_no(finished: Path, tmp_path: Path, capsys: pytest.CaptureFi
     assert cli.main(["verify", str(folder), "levels=[digest]"]) == 1
     output = capsys.readouterr().out
     assert "the difference is in model.safetensors" in output and output.endswith("NOT verified\n")
-    with pytest.raises(ropesearch.errors.BindingError, match="sha256:"):
+    with pytest.raises(BindingError, match="sha256:"):
         ropesearch.load(folder)
 
 
@@ -152,43 +164,51 @@ def test_a_corpus_that_is_too_short_is_refused_before_weights(
     assert not (tmp_path / "run").exists()
 
 
-def test_no_candidate_can_be_scored(tmp_path: Path, corpus: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Finite weights whose logits overflow: every trial fails with its reason, and the search says so."""
-    folder = toys.write_checkpoint(tmp_path / "toy", initializer_range=1e30)
-    assert cli.main(runs.search_words(folder, corpus, tmp_path / "run")) in (2, 3)
-    assert "ropesearch: " in capsys.readouterr().err
+def test_no_candidate_can_be_scored(
+    toy_folder: Path, corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Every trial fails with its reason, and the search says so."""
+
+    def failing(*arguments: Any) -> Any:
+        raise ScoringError("the nats of window 0 are not finite")
+
+    monkeypatch.setattr("ropesearch.pipeline.score_windows", failing)
+    assert cli.main(runs.search_words(toy_folder, corpus, tmp_path / "run")) == 3
+    assert "none of 16 trials could be scored: the nats of window 0 are not finite" in capsys.readouterr().err
+    assert {trial[1].name for trial in runs.trials_of(tmp_path / "run")} == {"FAIL"}
 
 
-def kill_and_resume(words: list[str], num_kills: int, seed: int) -> None:
-    """Start the command, kill it with SIGKILL at random moments, then let it end."""
-    moments = random.Random(seed)
-    started = time.monotonic()
-    process = runs.started(words)
-    assert process.wait() == 0, process.communicate()[1]
-    whole = time.monotonic() - started
-    run = Path(next(word for word in words if word.startswith("run="))[4:])
-    run.rename(run.with_name("whole"))
-    kills = 0
-    while kills < num_kills:
-        process = runs.started(words)
+def finish(words: list[str], timeout: float | None = None) -> bool:
+    """Run the command to its end, or kill it with SIGKILL after `timeout` seconds; says whether it came to its end."""
+    with runs.started(words) as process:
         try:
-            assert process.wait(timeout=moments.uniform(0.4, 1.0) * whole) == 0, process.communicate()[1]
+            _, errors = process.communicate(timeout=timeout)
         except subprocess.TimeoutExpired:
-            process.send_signal(signal.SIGKILL)
-            kills += 1
-        else:
-            run.rename(run.with_name(f"finished-{kills}"))
-            assert runs.trials_of(run.with_name(f"finished-{kills}")) == runs.trials_of(run.with_name("whole"))
-        process.communicate()
-    process = runs.started(words)
-    assert process.wait() == 0, process.communicate()[1]
+            process.kill()
+            process.communicate()
+            return False
+        assert process.returncode == 0, errors
+        return True
 
 
 def check_killed(words: list[str], tmp_path: Path, num_kills: int) -> None:
-    kill_and_resume(words, num_kills, seed=0)
-    assert runs.trials_of(tmp_path / "run") == runs.trials_of(tmp_path / "whole")
+    """Kill the search at random moments, go on each time, and compare all that it left with an uninterrupted run's."""
+    moments = random.Random(0)
+    started = time.monotonic()
+    finish(words)
+    whole_seconds = time.monotonic() - started
+    run, whole = tmp_path / "run", tmp_path / "whole"
+    run.rename(whole)
+    while num_kills:
+        if not finish(words, timeout=moments.uniform(0.4, 1.0) * whole_seconds):
+            num_kills -= 1
+        elif num_kills:  # it was finished before the kill: the next kills hit another run
+            assert runs.trials_of(run) == runs.trials_of(whole)
+            shutil.rmtree(run)
+    finish(words)
+    assert runs.trials_of(run) == runs.trials_of(whole)
     for name in ("rope_config.json", "checkpoint/rope_config.json", "checkpoint/config.json"):
-        assert (tmp_path / "run" / name).read_bytes() == (tmp_path / "whole" / name).read_bytes()
+        assert (run / name).read_bytes() == (whole / name).read_bytes()
 
 
 def test_a_killed_search_goes_on(toy_folder: Path, corpus: Path, tmp_path: Path) -> None:
@@ -244,8 +264,6 @@ def test_the_demo_result_in_plain_transformers(version: str, tmp_path: Path) -> 
     )  # fmt: skip
     rope_config = RopeConfig.read(checkpoint)
     (row,) = [
-        row
-        for row in rope_config.evaluation
-        if row["method"] == rope_config.search["method"] and row["length"] == 2048
+        row for row in rope_config.evaluation if row["method"] == rope_config.search["method"] and row["length"] == 2048
     ]
     assert float(printed.stdout) == pytest.approx(row["nats"] / row["tokens"], abs=1e-5)

@@ -27,8 +27,7 @@ class CorpusConfig:
     num_held_out_windows: int = setting(16, "windows that only report")
     max_documents: int = setting(
         100_000,
-        "documents to read at most (in each split, of a corpus already split) while looking for long enough "
-        "ones",
+        "documents to read at most (in each split, of a corpus already split) while looking for long enough ones",
     )
 
     def __post_init__(self) -> None:

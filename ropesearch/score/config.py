@@ -12,8 +12,7 @@ class ScoringConfig:
 
     last_tokens: int | None = setting(
         None,
-        "score only the last tokens of each window, this many; none: all but the first token, which nothing "
-        "predicts",
+        "score only the last tokens of each window, this many; none: all but the first token, which nothing predicts",
     )
     chunk_tokens: int | None = setting(
         None,

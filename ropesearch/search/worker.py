@@ -56,7 +56,8 @@ class SearchEvent:
     """Something finished, for whoever shows progress.
 
     `split` says which windows it was scored on; `nats_per_token` is None when it failed, and then `failure` says why.
-    The best is the best of all trials so far, baselines included. `spent_fraction` is of the budget, or of the finalists, in [0, 1].
+    The best is the best of all trials so far, baselines included. `spent_fraction` is of the budget, or of the
+    finalists, in [0, 1].
     """
 
     split: str
@@ -275,7 +276,13 @@ class _Worker:
         self._report(SELECTION, number, finalist.method, score, finalist.failure, fraction)
 
     def _report(
-        self, split: str, number: int, method: str, score: Score | None, failure: str | None, fraction: float | None = None
+        self,
+        split: str,
+        number: int,
+        method: str,
+        score: Score | None,
+        failure: str | None,
+        fraction: float | None = None,
     ) -> None:
         trials = self.trials()
         best = ranked(trials)[:1]

@@ -6,15 +6,27 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
 
 from ropesearch.files import write_bytes
 from ropesearch.rope.geometry import Geometry
 from ropesearch.rope.regime import Regime
+from ropesearch.score.score import perplexity
 
 
 def plot_factors(path: Path, geometry: Geometry, target_length: int, regimes: Mapping[str, Regime]) -> None:
-    """Write a PNG of each regime's factor over the pair index, with the ratio and the two pairs LongRoPE2 names."""
-    figure = Figure(figsize=(8, 4.5), layout="constrained")
+    """Write `factors_figure` as a PNG."""
+    _write(path, factors_figure(geometry, target_length, regimes))
+
+
+def plot_course(path: Path, scores: Sequence[tuple[int, float]], baselines: Mapping[str, float]) -> None:
+    """Write `course_figure` as a PNG."""
+    _write(path, course_figure(scores, baselines))
+
+
+def factors_figure(geometry: Geometry, target_length: int, regimes: Mapping[str, Regime]) -> Figure:
+    """Each regime's factor over the pair index, with the ratio and the two pairs LongRoPE2 names."""
+    figure = Figure(figsize=(9.5, 4.5), layout="constrained")
     axes = figure.subplots()
     for name, regime in regimes.items():
         searched = name == "searched"
@@ -26,41 +38,49 @@ def plot_factors(path: Path, geometry: Geometry, target_length: int, regimes: Ma
             color="black" if searched else None,
             drawstyle="steps-mid" if searched else "default",
         )
-    axes.axhline(geometry.ratio(target_length), color="gray", linestyle=":", linewidth=1)
+    ratio = geometry.ratio(target_length)
+    axes.axhline(ratio, color="gray", linestyle=":", linewidth=1, label=f"ratio {ratio:g}")
+    above_frame = axes.get_xaxis_transform()  # pairs across, the frame's height upwards
     for pair, meaning in ((geometry.ten_turn_pair(), "ten turns"), (geometry.critical_pair(), "one turn")):
         axes.axvline(pair, color="gray", linestyle="--", linewidth=0.8)
-        axes.annotate(meaning, (pair, 1.02), fontsize="small", color="gray", rotation=90, va="bottom", ha="right")
-    axes.set_yscale("log")
-    axes.set_xlabel("pair (0 turns fastest)")
+        axes.text(pair, 1.01, meaning, transform=above_frame, fontsize="small", color="gray", ha="center")
+    axes.set_yscale("log", base=2)
+    axes.yaxis.set_major_formatter("{x:g}")
+    axes.set_xlabel("pair (0 turns fastest; dashed: turns within the trained length)")
     axes.set_ylabel("factor (divides the inverse frequency)")
-    axes.set_title(f"{geometry.original_length} to {target_length} tokens")
-    axes.legend(fontsize="small")
-    _write(path, figure)
+    axes.set_title(f"{geometry.original_length} to {target_length} tokens", pad=18)
+    figure.legend(loc="outside right upper", fontsize="small")
+    return figure
 
 
-def plot_course(path: Path, scores: Sequence[tuple[int, float]], baselines: Mapping[str, float]) -> None:
-    """Write a PNG of the perplexity of each candidate in order, the best so far, and the baselines' levels.
+def course_figure(scores: Sequence[tuple[int, float]], baselines: Mapping[str, float]) -> Figure:
+    """The perplexity of each candidate in order, the best so far, and the baselines' levels.
 
     `scores` holds (trial number, nats per token) of the finished candidates; `baselines` nats per token by method.
     Baselines far above the candidates are left out of the picture's range but stay in its legend.
     """
-    figure = Figure(figsize=(8, 4.5), layout="constrained")
+    figure = Figure(figsize=(9.5, 4.5), layout="constrained")
     axes = figure.subplots()
     numbers = [number for number, _ in scores]
-    perplexities = [math.exp(nats) for _, nats in scores]
+    perplexities = [perplexity(nats, 1) for _, nats in scores]
+    levels = {name: perplexity(nats, 1) for name, nats in baselines.items()}
     best = [min(perplexities[: index + 1]) for index in range(len(perplexities))]
     axes.plot(numbers, perplexities, ".", markersize=4, color="tab:blue", label="candidates")
-    axes.step(numbers, best, where="post", color="black", label="best so far")
-    for index, (name, nats) in enumerate(baselines.items()):
-        axes.axhline(math.exp(nats), color=f"C{index + 1}", linestyle="--", linewidth=1, label=f"{name} {math.exp(nats):.2f}")
-    if perplexities:
-        lowest, highest = min(perplexities), sorted(perplexities)[int(0.9 * (len(perplexities) - 1))]
+    axes.step(numbers, best, where="post", color="black", label="best candidate so far")
+    for index, (name, level) in enumerate(levels.items()):
+        axes.axhline(level, color=f"C{index + 1}", linestyle="--", linewidth=1, label=f"{name} {level:.4g}")
+    finite = sorted(filter(math.isfinite, perplexities))
+    if finite:
+        lowest = min([*finite, *levels.values()])
+        highest = finite[int(0.9 * (len(finite) - 1))]
         margin = 0.1 * (highest - lowest) + 0.002 * lowest
         axes.set_ylim(lowest - margin, highest + 4 * margin)
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.set_xlabel("trial")
     axes.set_ylabel("perplexity on the search windows")
-    axes.legend(fontsize="small")
-    _write(path, figure)
+    axes.set_title("course of the search")
+    figure.legend(loc="outside right upper", fontsize="small")
+    return figure
 
 
 def _write(path: Path, figure: Figure) -> None:

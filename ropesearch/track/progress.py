@@ -17,18 +17,19 @@ class ProgressDisplay:
     """
 
     def __init__(self) -> None:
-        self._console = Console(file=sys.stderr)
+        console = Console(file=sys.stderr, force_terminal=sys.stderr.isatty())
         self._bar: Progress | None = None
-        if self._console.is_terminal:
+        if console.is_interactive:
             self._bar = Progress(
-                TextColumn("{task.description}"),
+                TextColumn("{task.description}", markup=False),
                 BarColumn(),
                 TaskProgressColumn(),
                 TimeRemainingColumn(),
-                TextColumn("{task.fields[note]}"),
-                console=self._console,
+                TextColumn("{task.fields[note]}", markup=False),
+                console=console,
             )
         self._phase = ""
+        self._fraction = self._first_fraction = 0.0
         self._phase_started = self._last_line = time.monotonic()
 
     def __enter__(self) -> "ProgressDisplay":
@@ -45,20 +46,28 @@ class ProgressDisplay:
     def show(self, phase: str, fraction: float, note: str = "") -> None:
         """Report that `fraction` (0 to 1) of the named phase is done."""
         fraction = min(max(fraction, 0.0), 1.0)
+        begins = phase != self._phase
+        note = " ".join(note.split())
         if self._bar:
-            if phase != self._phase:
-                self._bar.add_task(phase, total=1.0, note=note)
+            if begins:
+                self._bar.add_task(phase, total=1.0, completed=fraction, note=note)
             self._bar.update(self._bar.task_ids[-1], completed=fraction, note=note)
         else:
             now = time.monotonic()
-            if phase != self._phase:
-                self._phase_started = self._last_line = now
-                self._line(phase, note, "")
-            elif fraction == 1.0 or now - self._last_line >= _LINE_EVERY_SECONDS:
+            if begins:
+                self._phase_started, self._first_fraction = now, fraction
+            ends = fraction == 1.0 > self._fraction
+            if begins or ends or now - self._last_line >= _LINE_EVERY_SECONDS:
                 self._last_line = now
-                left = (now - self._phase_started) * (1 - fraction) / fraction if fraction else 0.0
-                self._line(f"{phase} {fraction:.0%}", note, f"{left:.0f} s left" if fraction < 1 else "")
-        self._phase = phase
+                self._line(f"{phase} {fraction:.0%}", note, self._time_left(now, fraction))
+        self._phase, self._fraction = phase, fraction
+
+    def _time_left(self, now: float, fraction: float) -> str:
+        """From the pace since the phase was first shown: what a run had done before it went on took no time here."""
+        if fraction == 1.0 or fraction <= self._first_fraction:
+            return ""
+        seconds = (now - self._phase_started) * (1 - fraction) / (fraction - self._first_fraction)
+        return f"{seconds:.0f} s left"
 
     def _line(self, *parts: str) -> None:
         print("  ".join(part for part in parts if part), file=sys.stderr, flush=True)

@@ -26,7 +26,7 @@ from ropesearch.errors import BindingError, InputError
 from ropesearch.model.config import DType, ModelConfig
 from ropesearch.model.install import installed, rotary_table
 from ropesearch.model.load import load_model
-from tests import toys
+from tests import runs, toys
 from tests.artifact import examples
 
 ARCHITECTURES = ["llama", "mistral", "qwen2", "qwen3"]
@@ -182,7 +182,7 @@ def test_unknown_names_are_refused(tmp_path: Path) -> None:
         load(tmp_path / "source")
 
 
-OLDER = "ROPESEARCH_TRANSFORMERS_4_57"
+OLDER = runs.other_transformers("4.57.6")
 IN_OLDER_TRANSFORMERS = """
 import sys
 import numpy as np, torch, transformers
@@ -202,16 +202,14 @@ np.savez(out, whole=whole, cached=torch.cat(parts).numpy())
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(
-    not os.environ.get(OLDER), reason=f"{OLDER} does not name a folder with transformers 4.57 (pip install --target)"
-)
+@pytest.mark.skipif(OLDER is None, reason=f"{runs.OTHER_TRANSFORMERS} names no folder with transformers 4.57.6")
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_transformers_4_57_serves_the_same(tmp_path: Path, architecture: str) -> None:
     folder = examples.write_example(tmp_path, architecture)
     np.save(tmp_path / "tokens.npy", TOKENS.numpy())
     subprocess.run(
         [sys.executable, "-c", IN_OLDER_TRANSFORMERS, folder, tmp_path / "tokens.npy", tmp_path / "logits.npz"],
-        env=os.environ | {"PYTHONPATH": os.environ[OLDER]},
+        env=os.environ | {"PYTHONPATH": str(OLDER)},
         check=True,
         cwd=tmp_path,
     )

@@ -158,7 +158,11 @@ def test_all_is_checked_before_anything_is_scored(
 ) -> None:
     with pytest.raises(InputError, match=message):
         perplexity_table(
-            lambda regime, cut: pytest.fail("scored"), windows, {"long": lambda length: methods.linear(toy_loaded.geometry, 100)}, lengths, scoring
+            lambda regime, cut: pytest.fail("scored"),
+            windows,
+            {"long": lambda length: methods.linear(toy_loaded.geometry, 100)},
+            lengths,
+            scoring,
         )
 
 

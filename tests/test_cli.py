@@ -1,0 +1,287 @@
+"""ropesearch/cli.py: words to jobs, ends to exit codes, and nothing but results on standard output."""
+
+import json
+import os
+import re
+import shlex
+import subprocess
+import sys
+import types
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import ropesearch
+from ropesearch import __version__, config
+from ropesearch.cli import main
+from ropesearch.errors import BindingError, InputError, NothingScoredError
+from ropesearch.run_folder import RunFolder
+
+HEAVY = {"torch", "transformers", "datasets", "optuna"}
+Captured = pytest.CaptureFixture[str]
+
+
+@dataclass
+class Outcome:
+    text: str = "the text"
+    exit_code: int = 0
+
+    def to_json(self) -> dict[str, Any]:
+        return {"value": 1.5}
+
+    def to_text(self) -> str:
+        return self.text
+
+
+@pytest.fixture
+def asked(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """The jobs do nothing; this holds the configs that they were asked for."""
+    return replaced_jobs(monkeypatch, Outcome())
+
+
+def replaced_jobs(monkeypatch: pytest.MonkeyPatch, outcome: Outcome | BaseException) -> list[Any]:
+    configs: list[Any] = []
+
+    def job(job_config: Any) -> Outcome:
+        configs.append(job_config)
+        if isinstance(outcome, BaseException):
+            raise outcome
+        return outcome
+
+    replace_pipeline(monkeypatch, **dict.fromkeys(config.JOBS, job))
+    return configs
+
+
+def replace_pipeline(monkeypatch: pytest.MonkeyPatch, **jobs: Any) -> None:
+    """A pipeline of other jobs, without the libraries that the real one imports."""
+    stub = types.SimpleNamespace(**jobs)
+    monkeypatch.setitem(sys.modules, "ropesearch.pipeline", stub)
+    monkeypatch.setattr(ropesearch, "pipeline", stub, raising=False)
+
+
+def in_a_process(code: str, *words: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    """`code`, then the names of all modules on a line of their own, then main's exit code."""
+    lines = ["import sys", "from ropesearch.cli import main", code, "code = main(sys.argv[1:])", "print(*sys.modules)"]
+    script = "\n".join([*lines, "sys.exit(code)"])
+    command = [sys.executable, "-W", "error", "-c", script, *words]
+    return subprocess.run(command, capture_output=True, text=True, env=os.environ | environment, check=False)
+
+
+def test_no_job_lists_the_jobs_and_is_wrong(capsys: Captured) -> None:
+    assert main([]) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    for name, job in config.JOBS.items():
+        assert re.search(rf"^  {name} +{re.escape(job.summary)}$", err, re.MULTILINE)
+    assert main(["--json"]) == 2
+    assert capsys.readouterr() == ("", err)
+    assert main(["--help"]) == main(["-h"]) == 0
+    assert capsys.readouterr() == (err + err, "")
+
+
+@pytest.mark.parametrize("job_name", config.JOBS)
+def test_help_of_a_job_lists_every_key_with_type_default_and_meaning(job_name: str, capsys: Captured) -> None:
+    assert main([job_name, "--help"]) == 0
+    out, err = capsys.readouterr()
+    assert err == ""
+    for key in config.keys_of(config.JOBS[job_name].schema):
+        default = json.dumps(config.plain(key.default), separators=(",", ":")).replace('"', "")
+        assert f"\n  {key.name}={default}\n      {config.type_name(key)}: {key.meaning}\n" in out
+    assert f"{config.JOBS[job_name].path_meaning} is short for {config.JOBS[job_name].main_key}" in out
+    assert main(["-h", job_name, "whatever", "zzz=1"]) == 0  # help first, whatever else is wrong
+
+
+def test_version(capsys: Captured) -> None:
+    assert main(["--version"]) == 0
+    assert capsys.readouterr() == (f"ropesearch {__version__}\n", "")
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["serch"], "serch: no such job; did you mean search?"),
+        (["zzz"], "zzz: no such job; expected one of search, evaluate, verify"),
+        (["verify", "--jsn"], "--jsn: no such option; did you mean --json? (settings are key=value)"),
+        (["-x", "verify"], "-x: no such option; expected --help, --version or --json (settings are key=value)"),
+        (["verify", "a", "b"], "expected one path, got 2: a, b; settings are key=value"),
+        (["verify", "pth=a"], "pth: no such key; did you mean path?; see --help for all keys"),
+        (["verify", "+path=a"], "+path: no such key; did you mean path?; see --help for all keys"),
+        (["verify", "~path"], "~path: expected key=value; did you mean path?"),
+        (["verify", "levels"], "levels: expected key=value; did you mean levels?"),
+        (["verify", "a", "path=a"], "path: given as a bare path (a) and as a key; give it once"),
+    ],
+)
+def test_wrong_words_get_one_line(words: list[str], message: str, asked: list[Any], capsys: Captured) -> None:
+    assert main(words) == 2
+    assert capsys.readouterr() == ("", f"ropesearch: {message}\n")
+    assert asked == []
+
+
+@pytest.mark.parametrize(
+    "name", ["a=b", "lr=1,b=[2]", "path=x", "space=longrope", "levels", "~levels", "it's $HOME ${x}"]
+)
+def test_bare_paths(
+    name: str, asked: list[Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Captured
+) -> None:
+    """A word with = is a path where one is there, unless its key is known; a leading ./ always makes it one."""
+    (tmp_path / name).mkdir()
+    monkeypatch.chdir(tmp_path)
+    assert main(["verify", f"./{name}"]) == main(["verify", str(tmp_path / name)]) == main(["verify", name]) == 0
+    assert [job.path for job in asked[:2]] == [f"./{name}", str(tmp_path / name)]
+    assert asked[2].path == ("x" if name == "path=x" else name)
+
+
+def test_a_preset_is_a_preset_even_beside_a_folder_of_that_name(
+    asked: list[Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "space=longrope").mkdir()
+    monkeypatch.chdir(tmp_path)
+    assert main(["search", "m", "corpus.path=c", "target_length=9", "space=longrope"]) == 0
+    assert asked[0].model.path == "m"
+
+
+def test_a_word_too_long_for_a_file_name_is_an_unknown_key(capsys: Captured) -> None:
+    assert main(["verify", "zzz=" + "x" * 5000]) == 2
+    assert capsys.readouterr().err.startswith("ropesearch: zzz: no such key")
+
+
+def test_settings_reach_the_job_and_its_result_is_printed(asked: list[Any], capsys: Captured) -> None:
+    assert main(["verify", "folder", "levels=[table]", "max_logits_tokens=5"]) == 0
+    assert (asked[0].path, [level.name for level in asked[0].levels], asked[0].max_logits_tokens) == (
+        "folder",
+        ["table"],
+        5,
+    )
+    assert capsys.readouterr() == ("the text\n", "")
+    assert main(["--json", "verify", "folder"]) == 0
+    out, err = capsys.readouterr()
+    assert json.loads(out) == {"value": 1.5} and err == ""
+
+
+@pytest.mark.parametrize(
+    ("outcome", "code", "message"),
+    [
+        (Outcome(exit_code=1), 1, ""),
+        (InputError("wrong"), 2, "ropesearch: wrong\n"),
+        (BindingError("other weights"), 1, "ropesearch: other weights\n"),
+        (NothingScoredError("none"), 3, "ropesearch: none\n"),
+    ],
+)
+@pytest.mark.parametrize("flags", [[], ["--json"]])
+def test_ends_and_exit_codes(
+    outcome: Any, code: int, message: str, flags: list[str], monkeypatch: pytest.MonkeyPatch, capsys: Captured
+) -> None:
+    replaced_jobs(monkeypatch, outcome)
+    assert main(["verify", "folder", *flags]) == code
+    out, err = capsys.readouterr()
+    assert err == message
+    assert (out != "") == isinstance(outcome, Outcome)
+
+
+def test_interrupted_tells_how_to_go_on(monkeypatch: pytest.MonkeyPatch, capsys: Captured) -> None:
+    replaced_jobs(monkeypatch, KeyboardInterrupt())
+    words = ["search", "my model", "corpus.path=it's [a] $HOME", "target_length=9", "space.retained_tokens=[0,4]"]
+    assert main(words) == 130
+    out, err = capsys.readouterr()
+    prefix = "ropesearch: interrupted; go on with: "
+    assert out == "" and err.startswith(prefix) and err.count("\n") == 1
+    assert shlex.split(err.removeprefix(prefix)) == ["ropesearch", *words]
+
+
+def test_internal_errors_leave_one_line_and_a_traceback_in_a_file(
+    monkeypatch: pytest.MonkeyPatch, capsys: Captured, tmp_path: Path
+) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    error = ZeroDivisionError("division\nby zero")
+    error.add_note("a note of another library")
+    replaced_jobs(monkeypatch, error)
+    assert main(["verify", "folder"]) == 70
+    out, err = capsys.readouterr()
+    (log,) = tmp_path.iterdir()
+    assert out == ""
+    assert err == f"ropesearch: internal error: ZeroDivisionError: division by zero; the traceback is in {log}\n"
+    assert "Traceback (most recent call last)" in log.read_text() and "in job" in log.read_text()
+
+
+def test_internal_errors_within_a_run_are_in_its_log(
+    monkeypatch: pytest.MonkeyPatch, capsys: Captured, tmp_path: Path
+) -> None:
+    def job(_: Any) -> None:
+        with RunFolder(tmp_path).logged():
+            raise ZeroDivisionError
+
+    replace_pipeline(monkeypatch, verify=job)
+    assert main(["verify", "folder"]) == 70
+    assert capsys.readouterr().err.endswith(f"; the traceback is in {tmp_path / 'log.txt'}\n")
+    assert "ZeroDivisionError" in (tmp_path / "log.txt").read_text()
+
+
+@pytest.mark.parametrize(
+    ("words", "missing"),
+    [
+        (["search"], "model.path, corpus.path, target_length"),
+        (["search", "m", "target_length=9"], "corpus.path"),
+        (["evaluate", "corpus.path=c"], "path"),
+        (["verify"], "path"),
+    ],
+)
+def test_missing_values_are_named(words: list[str], missing: str, asked: list[Any], capsys: Captured) -> None:
+    assert main(words) == 2
+    assert asked == []
+    out, err = capsys.readouterr()
+    assert out == "" and err.startswith(f"ropesearch: {missing}: expected a value, got none; ") and err.count("\n") == 1
+
+
+WORDS = st.one_of(
+    st.sampled_from(["search", "evaluate", "verify", "--json", "--help", "-h", "--version", "", "=", "-", "--"]),
+    st.sampled_from(
+        ["seed=1", "seed=x", "path=", "run=a", "lengths=[1,2]", "levels=[table]", "space=longrope", "+seed", "~run=1"]
+    ),
+    st.text(st.characters(exclude_characters="\0"), max_size=6),
+)
+
+
+@given(st.lists(WORDS, max_size=5))
+@settings(max_examples=150)
+def test_any_words_end_in_a_known_exit_code(words: list[str]) -> None:
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        replaced_jobs(monkeypatch, Outcome())
+        monkeypatch.setattr(config, "_composed", lambda job_name, _: config.JOBS[job_name].schema())
+        assert main(words) in (0, 2)
+
+
+@pytest.mark.parametrize(
+    ("words", "code"),
+    [([], 2), (["--help"], 0), (["search", "--help"], 0), (["search", "m", "target_lenght=5"], 2), (["verify"], 2)],
+)
+def test_help_and_wrong_input_need_no_heavy_library(words: list[str], code: int) -> None:
+    done = in_a_process("", *words)
+    assert done.returncode == code
+    loaded = set(done.stdout.splitlines()[-1].split())
+    assert "ropesearch.config" in loaded and not HEAVY & loaded
+    assert "Traceback" not in done.stderr
+
+
+def test_the_terminals_encoding_never_ends_a_job_badly() -> None:
+    stub = """
+import types, ropesearch
+outcome = types.SimpleNamespace(to_text=lambda: "runs/h\\u00e9\\udcff", exit_code=0)
+ropesearch.pipeline = sys.modules["ropesearch.pipeline"] = types.SimpleNamespace(verify=lambda job: outcome)
+"""
+    done = in_a_process(stub, "verify", "folder", PYTHONIOENCODING="ascii")
+    assert (done.returncode, done.stdout.splitlines()[0]) == (0, r"runs/h\xe9\udcff")
+    done = in_a_process(stub, "verify", "h\u00e9=\u4e2d", "a", "b", PYTHONIOENCODING="ascii")
+    assert done.returncode == 2 and done.stderr.isascii() and "Traceback" not in done.stderr
+
+
+def test_a_reader_that_goes_away_is_no_internal_error() -> None:
+    reading, writing = os.pipe()
+    os.close(reading)
+    command = [sys.executable, "-m", "ropesearch.cli", "--help"]
+    done = subprocess.run(command, stdout=writing, stderr=subprocess.PIPE, text=True, check=False)
+    os.close(writing)
+    assert (done.returncode, done.stderr) == (130, "")

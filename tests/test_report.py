@@ -1,0 +1,216 @@
+"""ropesearch/report.py: the numbers of the text are those of the scores, and what should be said is said."""
+
+import dataclasses
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from ropesearch.artifact.config import VerifyLevel
+from ropesearch.artifact.verify import Finding
+from ropesearch.evaluate.interval import paired_interval
+from ropesearch.evaluate.perplexity import Evaluation
+from ropesearch.report import EvaluateOutcome, SearchOutcome, VerifyOutcome
+from ropesearch.rope.regime import Regime
+from ropesearch.score.score import Score
+from ropesearch.search.selection import Finalist
+from ropesearch.search.worker import SearchResult
+from tests import toys
+from tests.artifact.examples import REGIME, TARGET_LENGTH, rope_config
+
+TOKENS = 100  # of each window
+
+
+def score(*nats_per_token: float) -> Score:
+    """One window for each number."""
+    nats = np.array([[each * TOKENS] for each in nats_per_token])
+    return Score(nats=nats, tokens=np.full_like(nats, TOKENS, dtype=np.int64), block_edges=np.array([0, TOKENS + 1]))
+
+
+def row(method: str, length: int, *nats_per_token: float) -> Evaluation:
+    each = score(*nats_per_token)
+    return Evaluation(
+        method=method,
+        split="held_out",
+        length=length,
+        nats=each.total_nats,
+        tokens=each.total_tokens,
+        block_edges=(0, length),
+        block_nats=(each.total_nats,),
+        block_tokens=(each.total_tokens,),
+        window_nats=tuple(each.window_nats.tolist()),
+        window_tokens=tuple(each.window_tokens.tolist()),
+    )
+
+
+YARN = Regime(name="yarn", max_length=TARGET_LENGTH, factors=(1.0,) * 4 + (4.0,) * 4, attention_factor=1.139)
+FINALISTS = [
+    Finalist(9, "searched", REGIME, score(1.0), score(1.25)),
+    Finalist(3, "yarn", YARN, score(1.5), score(1.5)),
+    Finalist(8, "searched", REGIME, score(1.1), score(1.75)),
+    Finalist(0, "unscaled", YARN, score(16.0), None, "not a number"),
+]
+ROWS = [
+    row("unscaled", TARGET_LENGTH, 8.0, 8.5),
+    row("yarn", TARGET_LENGTH, 2.25, 2.0),
+    row("searched", TARGET_LENGTH, 1.5, 1.75),
+    row("unscaled", toys.ORIGINAL_LENGTH, 1.0, 1.0),
+    row("searched", toys.ORIGINAL_LENGTH, 1.0, 1.5),
+]
+OK = Finding(level=VerifyLevel.digest, ok=True, message="the weights are the bound ones")
+WRONG = Finding(level=VerifyLevel.table, ok=False, message="factor 3 differs")
+
+
+def outcome(**changes: Any) -> SearchOutcome:
+    result: dict[str, Any] = {
+        "regime": REGIME,
+        "trial_number": 9,
+        "method": "searched",
+        "search_scores": {"unscaled": score(16.0), "yarn": score(1.5), "searched": score(1.0)},
+        "finalists": FINALISTS,
+        "course": [(8, 1.1), (9, 1.0)],
+        "num_trials": 12,
+        "num_failed": 2,
+        "num_forward_equivalent_tokens": 49152,
+        "stopped_because": "num_trials",
+    }
+    values: dict[str, Any] = {
+        "run_folder": Path("runs/a"),
+        "checkpoint_folder": Path("runs/a/checkpoint"),
+        "rope_config": rope_config(),
+        "rows": ROWS,
+        "findings": [OK],
+    }
+    of_result = {name: changes.pop(name) for name in list(changes) if name in result}
+    return SearchOutcome(result=SearchResult(**(result | of_result)), **(values | changes))
+
+
+def table_of(text: str) -> dict[str, list[str]]:
+    """Cells by method, of the lines between the title and the first empty line."""
+    lines = text.split("\n\n")[0].splitlines()[2:]
+    return {line.split()[0]: line.split() for line in lines}
+
+
+def test_the_table_of_a_search() -> None:
+    text = outcome().to_text()
+    assert text.startswith(f"perplexity at {TARGET_LENGTH} tokens (2 held-out documents)\n")
+    interval = paired_interval(ROWS[1], ROWS[2])
+    assert (interval.difference, interval.low, interval.high) == (0.5, 0.25, 0.75)
+    assert table_of(text) == {
+        "unscaled": [
+            "unscaled",
+            "8.89e+06",
+            "failed",
+            f"{math.exp(8.25):.0f}",
+            "+6.6250",
+            "(+6.5000",
+            "to",
+            "+6.7500)",
+        ],
+        "yarn": ["yarn", "4.482", "4.482", f"{math.exp(2.125):.3f}", "+0.5000", "(+0.2500", "to", "+0.7500)"],
+        "searched": ["searched", "2.718", f"{math.exp(1.25):.3f}", f"{math.exp(1.625):.3f}"],  # and no interval
+    }
+    assert "nats per token above searched (95 % interval)" in text.splitlines()[1]
+
+
+def test_the_rest_of_a_search() -> None:
+    text = outcome().to_text()
+    assert "chosen: searched (trial 9 of 12, 2 failed), attention factor 1.137, factors 1.00 to 4.81" in text
+    price = f"{math.expm1(0.25):+.1%}"
+    assert price == "+28.4%"
+    assert f"price on short inputs: perplexity at 64 tokens 2.718 unscaled, 3.490 now ({price})" in text
+    assert "run         runs/a  (" in text
+    assert "checkpoint  runs/a/checkpoint  (as its rope_config.json says; " in text
+    assert "ropesearch verify runs/a/checkpoint" in text
+    spaced = outcome(checkpoint_folder=Path("my runs/checkpoint")).to_text()
+    assert "ropesearch verify 'my runs/checkpoint')" in spaced  # as a shell takes it
+    for unsaid in ("no candidate beat", "other loaders", "NOT verified"):
+        assert unsaid not in text
+    assert outcome().exit_code == 0
+
+
+def test_a_baseline_that_wins_is_said() -> None:
+    rows = [*ROWS, row("yarn", toys.ORIGINAL_LENGTH, 1.0, 1.0)]
+    text = outcome(method="yarn", regime=YARN, trial_number=3, rows=rows).to_text()
+    assert "chosen: yarn (trial 3 of 12" in text and "attention factor 1.139, factors 1.00 to 4.00" in text
+    assert "no candidate beat yarn on the selection windows" in text
+    cells = table_of(text)
+    assert len(cells["yarn"]) == 4 and cells["searched"][4:] == ["-0.5000", "(-0.7500", "to", "-0.2500)"]
+    assert "nats per token above yarn" in text and "2.718 now (+0.0%)" in text
+
+
+def test_an_unscaled_model_that_wins_has_no_price() -> None:
+    unscaled = dataclasses.replace(YARN, name="unscaled")
+    text = outcome(method="unscaled", regime=unscaled, trial_number=0).to_text()
+    assert "2.718 unscaled, 2.718 now (+0.0%)" in text and "no candidate beat unscaled" in text
+
+
+def test_a_result_that_other_loaders_cannot_express_is_said() -> None:
+    config = rope_config(regimes=(dataclasses.replace(REGIME, retained_tokens=4),))
+    assert "other loaders cannot express retained_tokens: " in outcome(rope_config=config).to_text()
+
+
+def test_a_folder_that_is_not_what_it_says() -> None:
+    failed = outcome(findings=[OK, WRONG])
+    text = failed.to_text()
+    assert failed.exit_code == 1 and "\nfactor 3 differs\n" in text and "(NOT verified; " in text
+    assert OK.message not in text
+
+
+def test_one_held_out_document_admits_no_interval() -> None:
+    rows = [row(each.method, each.length, each.nats / each.tokens) for each in ROWS]
+    text = outcome(rows=rows).to_text()
+    assert "(1 held-out documents)" not in text and "(1 held-out document)" in text
+    assert table_of(text)["yarn"][4:] == ["+0.5000"]
+
+
+@pytest.mark.parametrize(
+    "each",
+    [
+        outcome(),
+        EvaluateOutcome(run_folder=Path("runs/b"), rows=ROWS, failures=["yarn at 256 tokens: out of memory"]),
+        VerifyOutcome(folder=Path("c"), findings=[OK, WRONG]),
+    ],
+    ids=lambda each: type(each).__name__,
+)
+def test_json_is_strict_and_holds_all(each: Any) -> None:
+    value = json.loads(json.dumps(each.to_json(), allow_nan=False))
+    if isinstance(each, SearchOutcome):
+        assert value == {"run": "runs/a", "checkpoint": "runs/a/checkpoint", "rope_config": rope_config().to_json()}
+    elif isinstance(each, EvaluateOutcome):
+        assert value["run"] == "runs/b" and value["failures"] == ["yarn at 256 tokens: out of memory"]
+        assert [(one["method"], one["length"], one["nats"], one["tokens"]) for one in value["evaluation"]] == [
+            (one.method, one.length, one.nats, one.tokens) for one in ROWS
+        ]
+    else:
+        assert value == {
+            "folder": "c",
+            "verified": False,
+            "findings": [
+                {"level": "digest", "ok": True, "message": OK.message},
+                {"level": "table", "ok": False, "message": WRONG.message},
+            ],
+        }
+
+
+def test_text_of_an_evaluation() -> None:
+    text = EvaluateOutcome(run_folder=Path("b"), rows=ROWS[3:], failures=["yarn at 64 tokens: out of memory"]).to_text()
+    assert text.splitlines()[-1] == "not scored: yarn at 64 tokens: out of memory"
+    assert "3.490" in text and "held_out, 2 documents" in text
+    nothing = EvaluateOutcome(run_folder=Path("b"), rows=[], failures=["a", "b"]).to_text()
+    assert nothing.splitlines() == ["no method could be scored", "not scored: a", "not scored: b"]
+
+
+def test_text_of_a_verification() -> None:
+    failed = VerifyOutcome(folder=Path("c"), findings=[OK, WRONG])
+    assert failed.exit_code == 1
+    assert failed.to_text().splitlines() == [
+        "ok    digest  the weights are the bound ones",
+        "FAIL  table   factor 3 differs",
+        "NOT verified",
+    ]
+    fine = VerifyOutcome(folder=Path("c"), findings=[OK])
+    assert fine.exit_code == 0 and fine.to_text().splitlines()[-1] == "verified"

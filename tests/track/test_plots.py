@@ -1,0 +1,76 @@
+"""ropesearch/track/plots.py: what is drawn is what was given, and the files are pictures."""
+
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.image import imread
+from matplotlib.lines import Line2D
+
+from ropesearch.rope.geometry import Geometry
+from ropesearch.rope.regime import Regime
+from ropesearch.track.plots import course_figure, factors_figure, plot_course, plot_factors
+
+GEOMETRY = Geometry(model_type="llama", head_dim=16, rotary_dim=16, original_length=64, rope_theta=100.0)
+LINEAR = Regime(name="linear", max_length=256, factors=(4.0,) * 8)
+SEARCHED = Regime(
+    name="searched", max_length=256, factors=(1.0, 1.0, 1.5, 2.0, 2.5, 3.0, 4.0, 4.5), attention_factor=1.125
+)
+SCORES = [(4, 2.0), (6, 1.5), (7, 1.75), (9, 1.25)]
+
+
+def lines_of(figure: Figure) -> dict[str, Line2D]:
+    (axes,) = figure.axes
+    return {str(line.get_label()): line for line in axes.get_lines()}
+
+
+def legend_of(figure: Figure) -> list[str]:
+    (legend,) = figure.legends
+    return [text.get_text() for text in legend.get_texts()]
+
+
+def test_factors_are_drawn_by_pair() -> None:
+    figure = factors_figure(GEOMETRY, 256, {"linear": LINEAR, "searched": SEARCHED})
+    lines = lines_of(figure)
+    for label, regime in (("linear (attention factor 1.000)", LINEAR), ("searched (attention factor 1.125)", SEARCHED)):
+        assert np.array_equal(lines[label].get_xydata(), np.column_stack([range(8), regime.factors]))
+    assert np.asarray(lines["ratio 4"].get_ydata()).tolist() == [4.0, 4.0]
+    assert legend_of(figure) == ["linear (attention factor 1.000)", "searched (attention factor 1.125)", "ratio 4"]
+    axes: Axes = figure.axes[0]
+    assert axes.get_title() == "64 to 256 tokens" and axes.get_yscale() == "log"
+    marked = {text.get_text(): text.get_position()[0] for text in axes.texts}
+    # The first pairs that need more than 6.4, and more than 64, of the 64 tokens for a turn.
+    assert marked == {"ten turns": 1, "one turn": 5}
+    assert {np.asarray(line.get_xdata())[0] for line in axes.get_lines() if line.get_linestyle() == "--"} == {1, 5}
+
+
+def test_the_course_and_the_best_so_far() -> None:
+    figure = course_figure(SCORES, {"yarn": math.log(5.0), "unscaled": 800.0})
+    lines = lines_of(figure)
+    perplexities = [math.exp(nats) for _, nats in SCORES]
+    assert np.array_equal(lines["candidates"].get_xydata(), np.column_stack([[4, 6, 7, 9], perplexities]))
+    best = [perplexities[0], perplexities[1], perplexities[1], perplexities[3]]
+    assert np.array_equal(lines["best candidate so far"].get_xydata(), np.column_stack([[4, 6, 7, 9], best]))
+    assert np.asarray(lines["yarn 5"].get_ydata()).tolist() == [pytest.approx(5.0)] * 2
+    assert legend_of(figure) == ["candidates", "best candidate so far", "yarn 5", "unscaled inf"]
+
+
+@pytest.mark.parametrize("baseline_nats", [0.5, 1.0, 2.0])
+def test_the_range_holds_the_best_of_all(baseline_nats: float) -> None:
+    """A baseline that no candidate beats is in the picture; one far above does not flatten it."""
+    low, high = course_figure(SCORES, {"yarn": baseline_nats, "unscaled": 9.0}).axes[0].get_ylim()
+    assert low < min(math.exp(1.25), math.exp(baseline_nats))
+    assert math.exp(1.75) < high < math.exp(9.0)
+
+
+@pytest.mark.parametrize("scores", [[], [(4, 1.5)], [(4, 1.5), (5, 1.5)], [(4, 800.0)]])
+def test_files_are_pictures(scores: list[tuple[int, float]], tmp_path: Path) -> None:
+    plot_factors(tmp_path / "factors.png", GEOMETRY, 256, {"searched": SEARCHED})
+    plot_course(tmp_path / "course.png", scores, {"yarn": 1.5, "unscaled": 800.0})
+    for path in tmp_path.iterdir():
+        picture = imread(path)
+        assert picture.shape == (540, 1140, 4)
+        assert 0 < (picture[..., :3] < 0.5).mean() < 0.5  # ink on paper
