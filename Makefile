@@ -33,7 +33,9 @@ $(INSTALLED): pyproject.toml constraints.txt
 # The other transformers versions lie in folders of their own, put before the environment's on PYTHONPATH by the tests.
 $(OTHER)/4.57.6/.installed: $(INSTALLED)
 	$(PIP) --no-deps --target $(@D) transformers==4.57.6 "huggingface-hub<1" "tokenizers<=0.23.0"
+	$(PIP) --target $(@D) requests
 	touch $@
 $(OTHER)/5.16.1/.installed: $(INSTALLED)
 	$(PIP) --no-deps --target $(@D) transformers==5.16.1 "huggingface-hub<2"
+	$(PIP) --target $(@D) httpx
 	touch $@
