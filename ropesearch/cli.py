@@ -1,10 +1,12 @@
 """`ropesearch JOB [PATH] [key=value ...]`: from the words of a command line to a job, from its end to an exit code."""
 
 import difflib
+import errno
 import json
 import os
 import re
 import shlex
+import signal
 import sys
 import tempfile
 import traceback
@@ -17,13 +19,15 @@ from ropesearch.run_folder import LOGGED_IN
 
 _INTERNAL_ERROR = 70
 _INTERRUPTED = 130
+_STOPPED = 75
+_REFUSALS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM, errno.EIO)
 _FLAGS = ("--help", "-h", "--version", "--json")
 _KEY_VALUE = re.compile(r"[+~]*[A-Za-z_][A-Za-z0-9_.@]*=")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command line; returns the exit code: 0 done, 1 the answer is no, 2 the input is wrong, 3 no candidate
-    could be scored, 70 our own fault (traceback in a log file), 130 interrupted.
+    could be scored, 70 our own fault (traceback in a log file), 75 stopped by SIGTERM, 130 interrupted.
     """
     words = list(sys.argv[1:] if arguments is None else arguments)
     try:
@@ -31,16 +35,41 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except RopesearchError as error:
         print(f"ropesearch: {error}", file=sys.stderr)
         return error.exit_code
+    except _Terminated:
+        print(f"ropesearch: stopped by SIGTERM; go on with: {shlex.join(['ropesearch', *words])}", file=sys.stderr)
+        return _STOPPED
     except KeyboardInterrupt:
         print(f"ropesearch: interrupted; go on with: {shlex.join(['ropesearch', *words])}", file=sys.stderr)
         return _INTERRUPTED
-    except BrokenPipeError:
+    except BrokenPipeError:  # the reader has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return _INTERRUPTED
+        return 0
+    except OSError as error:
+        if error.errno not in _REFUSALS:
+            return _internal_error(error)
+        place = f"{error.filename}: " if error.filename else ""
+        print(
+            f"ropesearch: {place}the system refused to write or read ({error.strerror}); what was computed is kept: "
+            f"make room or give another place, then go on with: {shlex.join(['ropesearch', *words])}",
+            file=sys.stderr,
+        )
+        return InputError.exit_code
     except Exception as error:
-        summary = " ".join(f"{type(error).__name__}: {error}".split())
-        print(f"ropesearch: internal error: {summary}; {_where_the_traceback_is(error)}", file=sys.stderr)
-        return _INTERNAL_ERROR
+        return _internal_error(error)
+
+
+class _Terminated(BaseException):
+    """SIGTERM came: what a scheduler sends before it stops a job."""
+
+
+def _terminate(number: int, frame: object) -> None:
+    raise _Terminated
+
+
+def _internal_error(error: Exception) -> int:
+    summary = " ".join(f"{type(error).__name__}: {error}".split())
+    print(f"ropesearch: internal error: {summary}; {_where_the_traceback_is(error)}", file=sys.stderr)
+    return _INTERNAL_ERROR
 
 
 def _run(words: list[str]) -> int:
@@ -74,7 +103,11 @@ def _run(words: list[str]) -> int:
 
     from ropesearch import pipeline
 
-    outcome = getattr(pipeline, job_name)(job_config)
+    before = signal.signal(signal.SIGTERM, _terminate)
+    try:
+        outcome = getattr(pipeline, job_name)(job_config)
+    finally:
+        signal.signal(signal.SIGTERM, before)
     _print(json.dumps(outcome.to_json(), indent=2, allow_nan=False) if "--json" in flags else outcome.to_text())
     return int(outcome.exit_code)
 

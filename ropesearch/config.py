@@ -67,7 +67,7 @@ class EvaluateJob:
 class VerifyJob:
     """Prove that a folder's weights, table and logits are what its rope_config.json says."""
 
-    path: str = setting("", "checkpoint folder with a rope_config.json")
+    path: str = setting("", "checkpoint folder with a rope_config.json, or the run folder of a search")
     levels: list[VerifyLevel] = setting(list(VerifyLevel), "what to check")
     max_logits_tokens: int = setting(8192, "greatest length in tokens at which logits are compared")
 

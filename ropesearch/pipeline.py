@@ -15,7 +15,7 @@ import transformers
 from ropesearch.artifact.config import VerifyLevel, WeightsMode
 from ropesearch.artifact.digest import checkpoint_binding
 from ropesearch.artifact.folder import write_checkpoint_folder
-from ropesearch.artifact.load import load_unscaled, read_bound
+from ropesearch.artifact.load import find_folder, load_unscaled, read_bound
 from ropesearch.artifact.schema import FILE_NAME, RopeConfig
 from ropesearch.artifact.verify import verify as verify_folder
 from ropesearch.config import EvaluateJob, SearchJob, VerifyJob, expect_given, plain
@@ -58,6 +58,7 @@ def search(job: SearchJob) -> SearchOutcome:
     expect_given("search", job)
     small_files = find_checkpoint(job.model, with_weights=False)
     geometry = read_geometry(small_files, job.model.original_length, trust_remote_code=job.model.trust_remote_code)
+    geometry.ratio(job.target_length)
     baselines = baseline_regimes(geometry, job.target_length)
     space = Space(geometry, job.target_length, job.space)
     sampler = EvolutionSampler(space, job.optimizer, job.seed, len(baselines))
@@ -68,11 +69,11 @@ def search(job: SearchJob) -> SearchOutcome:
     )
     cost_tokens = forward_equivalent_tokens(windows["search"])
     Budget(job.budget, sampler, cost_tokens, len(baselines))
+    source = find_checkpoint(job.model)
+    binding = checkpoint_binding(source)
 
     run = RunFolder.of("search", job.run, plain(job), without=("run", "budget", "cache", "weights"))
     with run.logged(), ProgressDisplay() as display:
-        source = find_checkpoint(job.model)
-        binding = checkpoint_binding(source)
         fingerprints = {
             "weights": binding.digest,
             "original_length": geometry.original_length,
@@ -103,7 +104,8 @@ def search(job: SearchJob) -> SearchOutcome:
             selection=job.selection,
             on_event=on_event,
         )
-        at_target = {regime.name: regime for regime in [*baselines, result.regime]}
+        best = [finalist.regime for finalist in result.finalists if finalist.method == SEARCHED][:1]
+        at_target = {regime.name: regime for regime in [*baselines, *best, result.regime]}
         at_original = {name: at_target[name] for name in dict.fromkeys(["unscaled", result.method])}
         rows = []
         for length, regimes in ((job.target_length, at_target), (geometry.original_length, at_original)):
@@ -145,7 +147,7 @@ def evaluate(job: EvaluateJob) -> EvaluateOutcome:
     """
     _quiet_libraries()
     expect_given("evaluate", job)
-    folder = _checkpoint_of(Path(job.path))
+    folder = find_folder(Path(job.path))
     rope_config = RopeConfig.read(folder)
     geometry, target_length = rope_config.geometry, rope_config.target_length
     lengths = job.lengths or _doublings(geometry.original_length, target_length)
@@ -181,7 +183,7 @@ def verify(job: VerifyJob) -> VerifyOutcome:
     """Check a folder against its rope_config.json; see `ropesearch.artifact.verify.verify`."""
     _quiet_libraries()
     expect_given("verify", job)
-    folder = _checkpoint_of(Path(job.path))
+    folder = find_folder(Path(job.path))
     return VerifyOutcome(folder=folder, findings=verify_folder(folder, job.levels, job.max_logits_tokens))
 
 
@@ -303,21 +305,6 @@ def _best_so_far(event: SearchEvent) -> str:
 
 def _constant(regime: Regime, length: int) -> Regime:
     return regime
-
-
-def _checkpoint_of(path: Path) -> Path:
-    """The checkpoint folder that `path` is, or that the run folder `path` holds."""
-    if not path.is_dir():
-        raise InputError(
-            f"path: expected a checkpoint folder with {FILE_NAME}, or a run folder; there is no folder {path}"
-        )
-    for folder in (path / "checkpoint", path):
-        if (folder / FILE_NAME).is_file() and (folder / "config.json").is_file():
-            return folder
-    raise InputError(
-        f"path: expected a checkpoint folder with {FILE_NAME}, or the run folder of a finished search, got {path}; "
-        "`ropesearch search` writes such a folder"
-    )
 
 
 def _doublings(original_length: int, target_length: int) -> list[int]:

@@ -86,12 +86,13 @@ class SearchOutcome:
                 "that of the unscaled model, and only ropesearch.load serves the regime"
             )
         parts += [finding.message for finding in self.findings if not finding.ok]
-        state = "NOT verified" if self.exit_code else "as its rope_config.json says"
         verify_command = shlex.join(["ropesearch", "verify", str(self.checkpoint_folder)])
+        state = "NOT verified" if self.exit_code else "as its rope_config.json says"
+        state = f"{state}; all levels: {verify_command}" if self.findings else "without weights, so not verified"
         parts += [
             "",
             f"run         {self.run_folder}  (rope_config.json, factors.png, course.png, study.journal, log.txt)",
-            f"checkpoint  {self.checkpoint_folder}  ({state}; all levels: {verify_command})",
+            f"checkpoint  {self.checkpoint_folder}  ({state})",
         ]
         return "\n".join(parts)
 
@@ -112,7 +113,14 @@ class EvaluateOutcome:
 
     def to_text(self) -> str:
         """The tables, for a terminal."""
-        return "\n".join([render_table(self.rows), *(f"not scored: {failure}" for failure in self.failures)])
+        return "\n".join(
+            [
+                render_table(self.rows),
+                *(f"not scored: {failure}" for failure in self.failures),
+                "",
+                f"run  {self.run_folder}  (evaluation.json)",
+            ]
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,9 +1,11 @@
 """ropesearch/cli.py: words to jobs, ends to exit codes, and nothing but results on standard output."""
 
+import errno
 import json
 import os
 import re
 import shlex
+import signal
 import subprocess
 import sys
 import types
@@ -284,4 +286,25 @@ def test_a_reader_that_goes_away_is_no_internal_error() -> None:
     command = [sys.executable, "-m", "ropesearch.cli", "--help"]
     done = subprocess.run(command, stdout=writing, stderr=subprocess.PIPE, text=True, check=False)
     os.close(writing)
-    assert (done.returncode, done.stderr) == (130, "")
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_sigterm_ends_with_75_and_the_command_that_goes_on(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    before = signal.getsignal(signal.SIGTERM)
+    replace_pipeline(monkeypatch, verify=lambda job: signal.raise_signal(signal.SIGTERM))
+    assert main(["verify", "a folder"]) == 75
+    assert capsys.readouterr().err.endswith("go on with: ropesearch verify 'a folder'\n")
+    assert signal.getsignal(signal.SIGTERM) == before
+
+
+def test_a_full_disk_is_one_line_and_exit_2(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def full(job: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device", "runs/x")
+
+    replace_pipeline(monkeypatch, verify=full)
+    assert main(["verify", "x"]) == 2
+    assert capsys.readouterr().err.startswith("ropesearch: runs/x: the system refused to write or read (No space left")

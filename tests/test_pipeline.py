@@ -125,7 +125,8 @@ def test_evaluate_and_verify_a_run(
     words += [f"corpus.num_{split}_windows=3" for split in ("search", "selection", "held_out")]
     assert cli.main(["evaluate", str(finished), *words, "--json"]) == 0
     rows = json.loads(capsys.readouterr().out)["evaluation"]
-    methods = ["unscaled", "linear", "ntk", "dynamic_ntk", "yarn", "searched"]
+    chosen = RopeConfig.read(finished).search["method"]
+    methods = list(dict.fromkeys(["unscaled", "linear", "ntk", "dynamic_ntk", "yarn", chosen]))
     assert [(row["method"], row["length"]) for row in rows] == [
         (name, length) for length in (64, 128) for name in methods
     ]

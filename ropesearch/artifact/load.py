@@ -15,7 +15,7 @@ from ropesearch.artifact.digest import checkpoint_binding
 from ropesearch.artifact.folder import check_binding
 from ropesearch.artifact.schema import RopeConfig
 from ropesearch.artifact.strict_json import read_json_object
-from ropesearch.errors import InputError
+from ropesearch.errors import BindingError, InputError
 from ropesearch.model.config import Attention, DType, ModelConfig
 from ropesearch.model.install import installed
 from ropesearch.model.load import LoadedModel, load_model
@@ -40,7 +40,7 @@ def load(
     Every byte of the weights is read to compare their digest. Raises BindingError, showing both digests, when weights
     or tokenizer are not those of rope_config.json; InputError for a folder that cannot be read or loaded.
     """
-    folder = Path(folder)
+    folder = find_folder(Path(folder))
     rope_config = read_bound(folder)
     regime = _regime_for(rope_config, length_tokens)
     loaded = load_unscaled(
@@ -62,13 +62,32 @@ def load(
 
 
 def read_bound(folder: Path) -> RopeConfig:
-    """The folder's rope_config.json, after comparing it with the digests of the folder's weights and tokenizer.
+    """The folder's rope_config.json, after comparing it with the folder's weights, tokenizer and config.json.
 
-    Raises BindingError, showing both digests, when they differ, and InputError when something cannot be read.
+    Raises BindingError, showing both digests, when weights or tokenizer differ, and when config.json is not the one
+    that was written for this rope_config.json; InputError when something cannot be read.
     """
     rope_config = RopeConfig.read(folder)
     check_binding(rope_config, checkpoint_binding(folder), folder)
+    config = read_json_object(folder / "config.json")
+    if config != extended_config(config, rope_config):
+        raise BindingError(
+            f"{folder}: expected config.json as it was written for this rope_config.json, got another: one of the two "
+            "was changed; `ropesearch verify` says where they differ"
+        )
     return rope_config
+
+
+def find_folder(path: Path) -> Path:
+    """The written checkpoint folder that `path` is, or that the run folder `path` holds; InputError for others."""
+    for folder in (path / "checkpoint", path):
+        if (folder / schema.FILE_NAME).is_file() and (folder / "config.json").is_file():
+            return folder
+    what = "one without" if path.is_dir() else "no folder"
+    raise InputError(
+        f"{path}: expected a checkpoint folder with {schema.FILE_NAME}, or the run folder of a finished search, "
+        f"got {what}; `ropesearch search` writes such a folder"
+    )
 
 
 def load_unscaled(

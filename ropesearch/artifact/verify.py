@@ -17,7 +17,7 @@ from ropesearch.artifact.digest import TOKENIZER_CONFIG, checkpoint_binding
 from ropesearch.artifact.load import load, load_unscaled
 from ropesearch.artifact.schema import RopeConfig
 from ropesearch.artifact.strict_json import read_json_object
-from ropesearch.errors import InputError
+from ropesearch.errors import BindingError, InputError
 from ropesearch.model.install import installed, rotary_table
 from ropesearch.model.rotary import find_rotary
 from ropesearch.rope.regime import Regime, inverse_frequencies
@@ -63,6 +63,8 @@ def verify(
 
     Raises InputError for files that cannot be read, are malformed, or cannot be loaded.
     """
+    if not levels:
+        raise InputError(f"levels: expected at least one of {', '.join(level.name for level in VerifyLevel)}, got none")
     if max_logits_tokens < 1:
         raise InputError(f"max_logits_tokens: expected at least 1 token, got {max_logits_tokens}")
     rope_config = RopeConfig.read(folder)
@@ -74,7 +76,7 @@ def verify(
     if VerifyLevel.logits in levels:
         try:
             findings += _check_logits(folder, rope_config, max_logits_tokens, device)
-        except InputError as error:
+        except (InputError, BindingError) as error:
             # What was found already explains why the model cannot be built; the answer is no, not "malformed".
             if all(finding.ok for finding in findings):
                 raise

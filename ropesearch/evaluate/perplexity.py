@@ -56,8 +56,9 @@ class Evaluation:
 def comparison_regimes(geometry: Geometry, target_length: int, searched: Sequence[Regime]) -> dict[str, RegimeAt]:
     """The methods a searched result is compared with, and the result itself, as method -> regime at a length.
 
-    `searched` holds the result's regimes; at a length the one with the least sufficient max_length is in force. Calling
-    one raises InputError for a length that it does not serve.
+    `searched` holds the result's regimes; at a length the one with the least sufficient max_length is in force. A
+    single one goes by its name, which is a baseline's where no candidate beat that. Calling one raises InputError for a
+    length that it does not serve.
     """
 
     def searched_at(length: int) -> Regime:
@@ -73,7 +74,7 @@ def comparison_regimes(geometry: Geometry, target_length: int, searched: Sequenc
     }
     regimes["dynamic_ntk"] = partial(dynamic_ntk, geometry, target_length)
     regimes["yarn"] = partial(_always, yarn(geometry, target_length))
-    regimes["searched"] = searched_at
+    regimes[searched[0].name if len(searched) == 1 else "searched"] = searched_at
     return regimes
 
 

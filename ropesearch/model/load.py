@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 import transformers
+from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
@@ -27,6 +28,7 @@ _LOAD_ERRORS = (
     ImportError,
     RuntimeError,
     SafetensorError,
+    StrictDataclassError,
 )
 
 
@@ -172,7 +174,7 @@ def _read_tokenizer(folder: Path, trust_remote_code: bool) -> PreTrainedTokenize
         tokenizer: PreTrainedTokenizerBase = transformers.AutoTokenizer.from_pretrained(
             folder, trust_remote_code=trust_remote_code, local_files_only=True
         )
-    except _LOAD_ERRORS as error:
+    except Exception as error:  # the tokenizers library raises plain Exception for a file that it cannot use
         raise InputError(f"{folder}: the tokenizer could not be loaded: {_reason(error)}") from error
     return tokenizer
 

@@ -24,16 +24,17 @@ class ScoringConfig:
     def check(self, length_tokens: int) -> None:
         """Raise InputError unless windows of `length_tokens` can be scored so."""
         if self.num_blocks < 1:
-            raise InputError(f"num_blocks: expected at least 1 position block, got {self.num_blocks}")
+            raise InputError(f"objective.num_blocks: expected at least 1 position block, got {self.num_blocks}")
         if length_tokens < max(2, self.num_blocks):
             raise InputError(
-                f"num_blocks: expected windows of at least {max(2, self.num_blocks)} tokens for {self.num_blocks} "
-                f"position blocks, got windows of {length_tokens}; ask for fewer blocks or longer windows"
+                f"objective.num_blocks: expected windows of at least {max(2, self.num_blocks)} tokens for "
+                f"{self.num_blocks} position blocks, got windows of {length_tokens}; "
+                "ask for fewer blocks or longer windows"
             )
         if self.chunk_tokens is not None and self.chunk_tokens < 1:
-            raise InputError(f"chunk_tokens: expected at least 1 token, got {self.chunk_tokens}")
+            raise InputError(f"objective.chunk_tokens: expected at least 1 token, got {self.chunk_tokens}")
         if self.last_tokens is not None and not 1 <= self.last_tokens < length_tokens:
             raise InputError(
-                f"last_tokens: expected from 1 to {length_tokens - 1} (windows have {length_tokens} tokens and the "
-                f"first is never scored), got {self.last_tokens}"
+                f"objective.last_tokens: expected from 1 to {length_tokens - 1} (windows have {length_tokens} tokens "
+                f"and the first is never scored), got {self.last_tokens}"
             )

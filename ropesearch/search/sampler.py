@@ -145,11 +145,13 @@ def _two_ranks(num_parents: int, rng: np.random.Generator) -> tuple[int, int]:
 def _check(config: EvolutionConfig) -> None:
     for name, least in (("num_population", 1), ("num_parents", 2), ("num_mutations", 0), ("num_crossovers", 0)):
         if getattr(config, name) < least:
-            raise InputError(f"evolution.{name}: expected at least {least}, got {getattr(config, name)}")
+            raise InputError(f"optimizer.{name}: expected at least {least}, got {getattr(config, name)}")
     if config.num_generations < 0:
-        raise InputError(f"evolution.num_generations: expected at least 0, got {config.num_generations}")
+        raise InputError(f"optimizer.num_generations: expected at least 0, got {config.num_generations}")
     if config.num_mutations + config.num_crossovers < 1:
-        raise InputError("evolution: expected at least one mutation or crossover per generation, got none")
+        raise InputError(
+            "optimizer.num_mutations, optimizer.num_crossovers: expected at least one child per generation, got none"
+        )
     probability = config.mutation_probability
     if not (math.isfinite(probability) and 0 < probability <= 1):
-        raise InputError(f"evolution.mutation_probability: expected more than 0 and at most 1, got {probability}")
+        raise InputError(f"optimizer.mutation_probability: expected more than 0 and at most 1, got {probability}")

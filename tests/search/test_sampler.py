@@ -184,7 +184,7 @@ def test_it_comes_near_the_optimum_where_random_search_does_not(seed: int) -> No
         ({"num_population": 0}, "num_population"),
         ({"num_parents": 1}, "num_parents"),
         ({"num_mutations": -1}, "num_mutations"),
-        ({"num_mutations": 0, "num_crossovers": 0}, "at least one mutation or crossover"),
+        ({"num_mutations": 0, "num_crossovers": 0}, "at least one child per generation"),
         ({"num_generations": -1}, "num_generations"),
         ({"mutation_probability": 0.0}, "mutation_probability"),
         ({"mutation_probability": float("nan")}, "mutation_probability"),
