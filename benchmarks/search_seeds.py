@@ -16,6 +16,7 @@ from typing import Any
 from ropesearch.config import SearchJob
 from ropesearch.data.config import CorpusConfig
 from ropesearch.demo.__main__ import write_demo
+from ropesearch.errors import RopesearchError
 from ropesearch.evaluate.interval import paired_interval
 from ropesearch.files import write_bytes, write_json
 from ropesearch.model.config import ModelConfig
@@ -73,8 +74,12 @@ def main() -> int:
     parser.add_argument("out", type=Path, nargs="?", default=Path("runs/search_seeds"), metavar="OUT")
     parser.add_argument("--num-trials", type=int, default=200, help="candidates of each search (default 200)")
     options = parser.parse_args()
-    write_demo(options.out / "demo")
-    results = [measured(options.out, seed, options.num_trials) for seed in SEEDS]
+    try:
+        write_demo(options.out / "demo")
+        results = [measured(options.out, seed, options.num_trials) for seed in SEEDS]
+    except RopesearchError as error:
+        print(f"search_seeds: {error}", file=sys.stderr)
+        return error.exit_code
     write_json(
         options.out / "search_seeds.json",
         {"num_trials": options.num_trials, "versions": versions(), "results": results},

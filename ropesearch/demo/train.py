@@ -96,7 +96,7 @@ def train(
         nats = _nats(model, input_ids)
         loss = (nats * weights).sum() / weights.sum()
         optimizer.zero_grad()
-        loss.backward()  # type: ignore[no-untyped-call]
+        loss.backward()
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), CLIP_NORM)
         optimizer.step()
         if (step + 1) % LOG_STEPS == 0:

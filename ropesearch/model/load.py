@@ -187,7 +187,9 @@ def _device(name: str) -> torch.device:
         torch.empty(1, device=device)
     # torch built without CUDA says so with an AssertionError.
     except (RuntimeError, AssertionError, NotImplementedError) as error:
-        raise InputError(f"model.device: {name!r} is not available here: {_reason(error)}") from error
+        raise InputError(
+            f"model.device: {name!r} is not available here ({_reason(error)}); give another device, or auto"
+        ) from error
     if device.type == "meta":
         raise InputError("model.device: expected a device that holds data, got 'meta'")
     return device
@@ -210,5 +212,5 @@ def _check_weights(model: PreTrainedModel, loading_info: dict[str, Any], folder:
 
 
 def _reason(error: BaseException) -> str:
-    text = str(error).strip()
-    return f"{type(error).__name__}: {text.splitlines()[0][:300]}" if text else type(error).__name__
+    text = " ".join(str(error).split())
+    return f"{type(error).__name__}: {text[:300]}" if text else type(error).__name__

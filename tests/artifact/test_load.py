@@ -172,6 +172,26 @@ def test_the_regime_is_chosen_by_the_final_length_of_a_sequence(tmp_path: Path) 
         load(tmp_path / "out", device="cpu", length_tokens=257)
 
 
+@pytest.mark.parametrize("name", ["config.json", "rope_config.json"])
+def test_files_that_disagree_are_refused(tmp_path: Path, name: str) -> None:
+    """A changed attention factor in either file: plain loaders and this one would run different tables."""
+    folder = examples.write_example(tmp_path)
+    text = (folder / name).read_text()
+    assert "1.137" in text
+    (folder / name).write_text(text.replace("1.137", "1.138"))
+    with pytest.raises(BindingError, match=r"config\.json as it was written for this rope_config\.json"):
+        load(folder, device="cpu")
+
+
+def test_a_run_folder_stands_for_its_checkpoint(tmp_path: Path) -> None:
+    written = examples.write_example(tmp_path)
+    written.rename(tmp_path / "checkpoint")
+    model, _ = load(tmp_path, device="cpu")
+    assert model.model.rotary_emb.attention_scaling == examples.REGIME.attention_factor
+    with pytest.raises(InputError, match="no folder"):
+        load(tmp_path / "nowhere")
+
+
 def test_unknown_names_are_refused(tmp_path: Path) -> None:
     folder = examples.write_example(tmp_path)
     with pytest.raises(InputError, match=r"dtype: expected one of .*float32.*, got 'fp32'"):

@@ -278,3 +278,8 @@ def test_a_damaged_rope_config_never_passes_with_another_meaning(
         return
     same = after == dataclasses.replace(before, evaluation=after.evaluation, versions=after.versions)
     assert bool(wrong(findings)) == (not same)
+
+
+def test_no_level_is_no_proof(folder: Path) -> None:
+    with pytest.raises(InputError, match="levels: expected at least one of digest, table, logits"):
+        verify(folder, [])

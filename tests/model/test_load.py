@@ -281,3 +281,20 @@ def test_attention_that_is_not_installed(toy_folder: Path) -> None:
         pytest.skip("flash attention may be installed here")
     with pytest.raises(InputError, match="the llama model could not be loaded: ImportError"):
         load(toy_folder, attention=Attention.flash_attention_2)
+
+
+def test_a_config_that_contradicts_itself_is_an_input_error(tmp_path: Path) -> None:
+    folder = toys.write_checkpoint(tmp_path / "toy")
+    toys.edit_config(folder, {"hidden_size": 33})
+    with pytest.raises(InputError, match=r"config\.json .*not usable.*multiple of the number of attention heads"):
+        read_geometry(folder)
+
+
+def test_a_tokenizer_that_contradicts_itself_is_an_input_error(tmp_path: Path) -> None:
+    """The tokenizers library answers such a file with a plain Exception."""
+    folder = toys.write_checkpoint(tmp_path / "toy")
+    tokenizer = json.loads((folder / "tokenizer.json").read_text())
+    tokenizer["model"]["merges"] = ["a nowhere"]
+    (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
+    with pytest.raises(InputError, match="the tokenizer could not be loaded"):
+        load_tokenizer(ModelConfig(path=str(folder)))
