@@ -155,6 +155,21 @@ def test_verify_says_no(finished: Path, tmp_path: Path, capsys: pytest.CaptureFi
         ropesearch.load(folder)
 
 
+def test_retained_tokens_are_served_by_load_and_named(
+    toy_folder: Path, corpus: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A result that no loader's config can express: config.json stays the unscaled model's, and the report says so."""
+    run = tmp_path / "run"
+    words = [*runs.search_words(toy_folder, corpus, run, num_trials=30), "space.retained_tokens=[4]"]
+    assert cli.main([*words, "space.attention_factor=1.0"]) == 0
+    assert "only ropesearch.load serves the regime" in capsys.readouterr().out
+    rope_config = RopeConfig.read(run)
+    assert rope_config.regimes[0].retained_tokens == 4 and rope_config.to_json()["portable"] == ["retained_tokens"]
+    shipped = json.loads((run / "checkpoint" / "config.json").read_text())
+    assert shipped["max_position_embeddings"] == toys.ORIGINAL_LENGTH
+    assert cli.main(["verify", str(run)]) == 0
+
+
 def test_a_corpus_that_is_too_short_is_refused_before_weights(
     toy_folder: Path, corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
