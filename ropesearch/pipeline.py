@@ -63,6 +63,8 @@ def search(job: SearchJob) -> SearchOutcome:
     space = Space(geometry, job.target_length, job.space)
     sampler = EvolutionSampler(space, job.optimizer, job.seed, len(baselines))
     job.objective.check(job.target_length)
+    whole_windows = dataclasses.replace(job.objective, last_tokens=None)  # what short inputs are reported on
+    whole_windows.check(geometry.original_length)
     check_selection(job.selection)
     windows = build_windows(
         job.corpus, load_tokenizer(job.model), job.target_length, job.seed, _cache_folder(job.cache)
@@ -85,8 +87,7 @@ def search(job: SearchJob) -> SearchOutcome:
         }
         scorer = _Scorer(
             load=lambda: load_model(job.model),
-            identity=lambda of: {"weights": binding.digest, **scoring_identity(job.model, of, job.objective)},
-            scoring=job.objective,
+            identity=lambda of, scoring: {"weights": binding.digest, **scoring_identity(job.model, of, scoring)},
             store=ScoreStore(run.path / "scores"),
         )
         run.describe(plain(job))
@@ -97,7 +98,7 @@ def search(job: SearchJob) -> SearchOutcome:
         result = run_search(
             run.path,
             sampler,
-            lambda regime, split: scorer.score(regime, windows[split]),
+            lambda regime, split: scorer.score(regime, windows[split], job.objective),
             cost_tokens=cost_tokens,
             fingerprints=fingerprints,
             budget=job.budget,
@@ -108,9 +109,12 @@ def search(job: SearchJob) -> SearchOutcome:
         at_target = {regime.name: regime for regime in [*baselines, *best, result.regime]}
         at_original = {name: at_target[name] for name in dict.fromkeys(["unscaled", result.method])}
         rows = []
-        for length, regimes in ((job.target_length, at_target), (geometry.original_length, at_original)):
+        for length, regimes, scoring in (
+            (job.target_length, at_target, job.objective),
+            (geometry.original_length, at_original, whole_windows),
+        ):
             always = {name: functools.partial(_constant, regime) for name, regime in regimes.items()}
-            rows += _rows(scorer.kept, windows["held_out"], always, [length], job.objective, display)
+            rows += _rows(scorer, windows["held_out"], always, [length], scoring, display)
 
         rope_config = RopeConfig(
             target_length=job.target_length,
@@ -167,13 +171,12 @@ def evaluate(job: EvaluateJob) -> EvaluateOutcome:
         digest = rope_config.checkpoint.digest
         scorer = _Scorer(
             load=lambda: load_unscaled(folder, rope_config, device=job.device),
-            identity=lambda of: {"weights": digest, **scoring_identity(model_config, of, job.objective)},
-            scoring=job.objective,
+            identity=lambda of, scoring: {"weights": digest, **scoring_identity(model_config, of, scoring)},
             store=ScoreStore(run.path / "scores"),
         )
         regimes = comparison_regimes(geometry, target_length, rope_config.regimes)
         failures: list[str] = []
-        rows = _rows(scorer.kept, windows, regimes, lengths, job.objective, display, failures)
+        rows = _rows(scorer, windows, regimes, lengths, job.objective, display, failures)
         outcome = EvaluateOutcome(run_folder=run.path, rows=rows, failures=failures)
         write_json(run.path / "evaluation.json", outcome.to_json())
         return outcome
@@ -192,8 +195,7 @@ class _Scorer:
     """Scores regimes on windows; loads and proves the model when the first one is asked for."""
 
     load: Callable[[], LoadedModel]
-    identity: Callable[[Windows], dict[str, Any]]
-    scoring: ScoringConfig
+    identity: Callable[[Windows, ScoringConfig], dict[str, Any]]
     store: ScoreStore
 
     @functools.cached_property
@@ -204,23 +206,23 @@ class _Scorer:
         _log.info("loaded %s as %s with %s attention", loaded.folder, loaded.dtype, loaded.attention)
         return loaded
 
-    def score(self, regime: Regime, windows: Windows) -> Score:
+    def score(self, regime: Regime, windows: Windows, scoring: ScoringConfig) -> Score:
         """Score `windows` under `regime`."""
         with installed(self.loaded, regime):
-            return score_windows(self.loaded, windows, self.scoring)
+            return score_windows(self.loaded, windows, scoring)
 
-    def kept(self, regime: Regime, windows: Windows) -> Score:
+    def kept(self, regime: Regime, windows: Windows, scoring: ScoringConfig) -> Score:
         """As `score`, but a score that the run already holds is read."""
-        depends_on = {**self.identity(windows), "regime": regime_json(regime)}
+        depends_on = {**self.identity(windows, scoring), "regime": regime_json(regime)}
         score = self.store.get(depends_on)
         if score is None:
-            score = self.score(regime, windows)
+            score = self.score(regime, windows, scoring)
             self.store.put(depends_on, score)
         return score
 
 
 def _rows(
-    score: Callable[[Regime, Windows], Score],
+    scorer: _Scorer,
     windows: Windows,
     regimes: Mapping[str, RegimeAt],
     lengths: Sequence[int],
@@ -243,6 +245,10 @@ def _rows(
         failures.append(str(error))
 
     display.show(phase, 0.0)
+
+    def score(regime: Regime, of: Windows) -> Score:
+        return scorer.kept(regime, of, scoring)
+
     return perplexity_table(score, windows, regimes, lengths, scoring, on_row, on_failure)
 
 

@@ -170,6 +170,14 @@ def test_retained_tokens_are_served_by_load_and_named(
     assert cli.main(["verify", str(run)]) == 0
 
 
+def test_an_objective_longer_than_short_inputs(toy_folder: Path, corpus: Path, tmp_path: Path) -> None:
+    """The last 100 tokens guide; short inputs of 64 tokens are reported whole, not refused at the end."""
+    words = [*runs.search_words(toy_folder, corpus, tmp_path / "run", num_trials=2), "objective.last_tokens=100"]
+    assert cli.main(words) == 0
+    tokens = {row["length"]: row["tokens"] for row in RopeConfig.read(tmp_path / "run").evaluation}
+    assert tokens == {runs.TARGET_LENGTH: 3 * 100, toys.ORIGINAL_LENGTH: 3 * (toys.ORIGINAL_LENGTH - 1)}
+
+
 def test_a_corpus_that_is_too_short_is_refused_before_weights(
     toy_folder: Path, corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
