@@ -153,7 +153,7 @@ def _help_page(job_name: str) -> str:
         lines += ["", "presets (group=choice):", *(f"  {name}={' | '.join(groups[name])}" for name in groups)]
     lines += ["", f"keys ({job.path_meaning} is short for {job.main_key}):"]
     for key in config.keys_of(job.schema):
-        lines.append(f"  {key.name}={_shown(key.default)}")
+        lines.append(f"  {key.name}={_shown(key.default)}" + (f"  (with {key.preset})" if key.preset else ""))
         lines.append(f"      {config.type_name(key)}: {key.meaning}")
     return "\n".join(lines)
 

@@ -20,7 +20,15 @@ from ropesearch.data.config import CorpusConfig
 from ropesearch.errors import InputError
 from ropesearch.model.config import ModelConfig
 from ropesearch.score.config import ScoringConfig
-from ropesearch.search.config import BudgetConfig, EvolutionConfig, SelectionConfig, SpaceConfig, StorageConfig
+from ropesearch.search.config import (
+    OPTIMIZERS,
+    BudgetConfig,
+    EvolutionConfig,
+    OptimizerConfig,
+    SelectionConfig,
+    SpaceConfig,
+    StorageConfig,
+)
 from ropesearch.settings import group, setting
 
 
@@ -36,7 +44,7 @@ class SearchJob:
     model: ModelConfig = group(ModelConfig)
     corpus: CorpusConfig = group(CorpusConfig)
     space: SpaceConfig = group(SpaceConfig)
-    optimizer: EvolutionConfig = group(EvolutionConfig)
+    optimizer: OptimizerConfig = group(EvolutionConfig, OPTIMIZERS)
     objective: ScoringConfig = group(ScoringConfig)
     selection: SelectionConfig = group(SelectionConfig)
     budget: BudgetConfig = group(BudgetConfig)
@@ -110,12 +118,14 @@ JOBS = {
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Key:
-    """One key of a job: its dotted name, type, default and meaning."""
+    """One key of a job: its dotted name, type, default and meaning; `preset` is the one that has it, where not all do
+    (optimizer=tpe)."""
 
     name: str
     type: Any
     default: Any
     meaning: str
+    preset: str | None = None
 
     @property
     def choices(self) -> list[str]:
@@ -125,17 +135,20 @@ class Key:
         return list(kind.__members__) if kind else []
 
 
-def keys_of(schema: type, prefix: str = "") -> Iterator[Key]:
-    """Every key of a job's schema in order, groups unfolded."""
+def keys_of(schema: type, prefix: str = "", preset: str | None = None) -> Iterator[Key]:
+    """Every key of a job's schema in order, groups unfolded, with all variants of those that have some."""
     hints = typing.get_type_hints(schema)
     defaults = schema()
     for field in dataclasses.fields(schema):
         kind = hints[field.name]
-        if dataclasses.is_dataclass(kind):
-            yield from keys_of(typing.cast(type, kind), f"{prefix}{field.name}.")
+        if variants := field.metadata.get("variants"):
+            for name, variant in variants.items():
+                yield from keys_of(variant, f"{prefix}{field.name}.", f"{field.name}={name}")
+        elif dataclasses.is_dataclass(kind):
+            yield from keys_of(typing.cast(type, kind), f"{prefix}{field.name}.", preset)
         else:
             meaning = field.metadata.get("meaning", "")
-            yield Key(prefix + field.name, kind, getattr(defaults, field.name), meaning)
+            yield Key(prefix + field.name, kind, getattr(defaults, field.name), meaning, preset)
 
 
 def groups_of(schema: type) -> dict[str, list[str]]:
@@ -162,20 +175,30 @@ def compose(job_name: str, path: str | None, overrides: Sequence[str]) -> Any:
     Raises InputError, with the nearest key, for an unknown, misspelt, ill-typed or out-of-range value.
     """
     job = JOBS[job_name]
-    known = {key.name: key for key in keys_of(job.schema)}
     groups = groups_of(job.schema)
-    presets: list[str] = []
-    values: dict[str, Any] = {}
+    every = list(keys_of(job.schema))
+    given: dict[str, str] = {}
     for text in overrides:
-        name, value = _name_and_value(text, [*known, *groups])
-        if name in values or name in (preset.partition("=")[0] for preset in presets):
+        name, value = _name_and_value(text, [*dict.fromkeys(key.name for key in every), *groups])
+        if name in given:
             raise InputError(f"{name}: given more than once; give it once")
+        if name in groups and value not in groups[name]:
+            raise InputError(f"{name}: expected one of {', '.join(groups[name])}, got {value!r}")
+        given[name] = value
+    presets = [f"{name}={value}" for name, value in given.items() if name in groups]
+    chosen = {**_default_presets(job.schema), **{name: value for name, value in given.items() if name in groups}}
+    known = {key.name: key for key in every if key.preset in (None, *(f"{name}={of}" for name, of in chosen.items()))}
+    values: dict[str, Any] = {}
+    for name, value in given.items():
         if name in known:
             values[name] = _read(known[name], value)
-        elif value in groups[name]:
-            presets.append(text)
-        else:
-            raise InputError(f"{name}: expected one of {', '.join(groups[name])}, got {value!r}")
+        elif name not in groups:
+            group_name = name.partition(".")[0]
+            having = [str(key.preset) for key in every if key.name == name]
+            raise InputError(
+                f"{name}: a key of {' and '.join(having)}, got {group_name}={chosen[group_name]}; choose that preset, "
+                "or leave the key out (see --help)"
+            )
     if path is not None:
         if job.main_key in values:
             raise InputError(f"{job.main_key}: given as a bare path ({path}) and as a key; give it once")
@@ -192,9 +215,14 @@ def expect_given(job_name: str, config: Any) -> None:
 
 
 def plain(config: Any) -> Any:
-    """A config as JSON values: dataclasses to objects, enums to their names."""
+    """A config as JSON values: dataclasses to objects, enums to their names; a variant of a group says its name."""
     if dataclasses.is_dataclass(config):
-        return {field.name: plain(getattr(config, field.name)) for field in dataclasses.fields(config)}
+        values = {field.name: plain(getattr(config, field.name)) for field in dataclasses.fields(config)}
+        for field in dataclasses.fields(config):
+            for name, variant in field.metadata.get("variants", {}).items():
+                if type(getattr(config, field.name)) is variant:
+                    values[field.name] = {"name": name, **values[field.name]}
+        return values
     if isinstance(config, enum.Enum):
         return config.name
     if isinstance(config, list):
@@ -252,6 +280,16 @@ def _with_values(config: Any, values: Mapping[str, Any]) -> Any:
     return dataclasses.replace(config, **fields)
 
 
+def _default_presets(schema: type) -> dict[str, str]:
+    """The preset of each group with variants that is chosen when none is given."""
+    return {
+        field.name: name
+        for field in dataclasses.fields(schema)
+        for name, variant in field.metadata.get("variants", {}).items()
+        if variant is field.default_factory
+    }
+
+
 def _composed(job_name: str, presets: list[str]) -> Any:
     from hydra import compose as hydra_compose
     from hydra import initialize_config_dir
@@ -263,10 +301,17 @@ def _composed(job_name: str, presets: list[str]) -> Any:
 
     schema = JOBS[job_name].schema
     store = ConfigStore.instance()
-    store.store(name=f"schema_{job_name}", node=schema)
+    root = OmegaConf.structured(schema)
+    variants = {field.name: field.metadata.get("variants") for field in dataclasses.fields(schema)}
     hints = typing.get_type_hints(schema)
     for name in groups_of(schema):
-        store.store(group=name, name="schema", node=hints[name])
+        for variant, node in (variants[name] or {}).items():
+            store.store(group=name, name=f"schema_{variant}", node=node)
+        if variants[name]:
+            root[name] = "???"  # so that the preset's schema takes its place
+        else:
+            store.store(group=name, name="schema", node=hints[name])
+    store.store(name=f"schema_{job_name}", node=root)
     around = GlobalHydra.instance().hydra  # of a program that calls this one; there can be only one at a time
     GlobalHydra.instance().clear()
     try:

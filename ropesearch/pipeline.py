@@ -36,8 +36,8 @@ from ropesearch.score.scorer import forward_equivalent_tokens, prove_scorer, sco
 from ropesearch.score.store import ScoreStore
 from ropesearch.search.baselines import baseline_regimes
 from ropesearch.search.budget import Budget
+from ropesearch.search.optimizers import make_sampler
 from ropesearch.search.ownership import exclusive
-from ropesearch.search.sampler import EvolutionSampler
 from ropesearch.search.selection import check_selection
 from ropesearch.search.space import SEARCHED, Space
 from ropesearch.search.trials import regime_json
@@ -61,7 +61,7 @@ def search(job: SearchJob) -> SearchOutcome:
     geometry.ratio(job.target_length)
     baselines = baseline_regimes(geometry, job.target_length)
     space = Space(geometry, job.target_length, job.space)
-    sampler = EvolutionSampler(space, job.optimizer, job.seed, len(baselines))
+    sampler = make_sampler(space, job.optimizer, job.seed, seeds=baselines[1:], num_baselines=len(baselines))
     job.objective.check(job.target_length)
     whole_windows = dataclasses.replace(job.objective, last_tokens=None)  # what short inputs are reported on
     whole_windows.check(geometry.original_length)
@@ -82,7 +82,7 @@ def search(job: SearchJob) -> SearchOutcome:
             "target_length": job.target_length,
             "scoring": {split: scoring_identity(job.model, windows[split], job.objective) for split in windows},
             "space": plain(job.space),
-            "optimizer": plain(job.optimizer),
+            "optimizer": plain(job)["optimizer"],
             "seed": job.seed,
         }
         scorer = _Scorer(
@@ -282,7 +282,7 @@ def _search_record(
         for finalist in result.finalists
     ]
     return {
-        "optimizer": {"name": "evolution", **plain(job.optimizer)},
+        "optimizer": plain(job)["optimizer"],
         "space": plain(job.space),
         "objective": {"name": "perplexity", **plain(job.objective)},
         "seed": job.seed,

@@ -1,6 +1,7 @@
 """Config fields that carry their meaning, so that `ropesearch JOB --help` and the code say the same thing."""
 
 import dataclasses
+from collections.abc import Mapping
 from typing import Any
 
 
@@ -12,6 +13,10 @@ def setting(default: Any, meaning: str) -> Any:
     return dataclasses.field(default=default, metadata=metadata)
 
 
-def group(schema: type) -> Any:
-    """A dataclass field that holds another config dataclass, built from its own defaults."""
-    return dataclasses.field(default_factory=schema)
+def group(schema: type, variants: Mapping[str, type] | None = None) -> Any:
+    """A dataclass field that holds another config dataclass, built from its own defaults.
+
+    With `variants` (preset name -> dataclass, `schema` one of them) the preset chooses which; the field's type is their
+    common base.
+    """
+    return dataclasses.field(default_factory=schema, metadata={"variants": variants} if variants else {})

@@ -7,7 +7,7 @@ from optuna.trial import FrozenTrial, TrialState
 
 from ropesearch.errors import InputError
 from ropesearch.search.config import BudgetConfig
-from ropesearch.search.sampler import EvolutionSampler
+from ropesearch.search.sampler import CandidateSampler
 from ropesearch.search.trials import COST, SECONDS, is_searched, ranked, recorded_candidate
 
 _HOPELESS_FAILURES = 16  # trials in a row from the first, all failed: the rest would fail too
@@ -19,7 +19,7 @@ class Budget:
     Raises InputError when a limit is not a number above 0, or too low for one candidate beside the baselines.
     """
 
-    def __init__(self, config: BudgetConfig, sampler: EvolutionSampler, cost_tokens: int, num_baselines: int) -> None:
+    def __init__(self, config: BudgetConfig, sampler: CandidateSampler, cost_tokens: int, num_baselines: int) -> None:
         for name in ("num_trials", "forward_equivalent_tokens", "minutes", "patience_trials"):
             limit = getattr(config, name)
             if limit is not None and not (math.isfinite(limit) and limit > 0):
@@ -40,7 +40,7 @@ class Budget:
         config = self._config
         num_candidates = max(0, len(trials) - self._num_baselines)
         if num_candidates >= self._sampler.num_candidates:
-            return "num_generations"
+            return self._sampler.limit
         if config.num_trials is not None and num_candidates >= config.num_trials:
             return "num_trials"
         if config.forward_equivalent_tokens is not None:

@@ -6,22 +6,22 @@ from enum import Enum
 from ropesearch.settings import setting
 
 
-class SpaceName(Enum):
-    """The spaces that can be searched."""
-
-    longrope = "longrope"
-
-
 @dataclass(kw_only=True)
 class SpaceConfig:
-    """The set of candidates."""
+    """The set of candidates: one non-decreasing factor per pair."""
 
-    name: SpaceName = setting(
-        SpaceName.longrope,
-        "which space: longrope = one non-decreasing factor per pair (LongRoPE, Table 4)",
-    )
     factor_step: float = setting(0.01, "distance between two neighbouring factors of a pair, in factor units")
     max_factor_over_ratio: float = setting(1.25, "the largest factor, as a multiple of target_length / original_length")
+    num_pairs_at_one: int | str = setting(
+        0,
+        "retained pairs at the fast end: how many first pairs are held at factor 1, or 'search' = searched with the "
+        "factors",
+    )
+    num_pairs_at_ratio: int | str = setting(
+        0,
+        "retained pairs at the slow end: how many last pairs are held at target_length / original_length, or 'search'; "
+        "other than 0 it needs max_factor_over_ratio=1, as factors do not decrease",
+    )
     attention_factor: str | float = setting(
         "search",
         "'search' = searched with the factors; 'longrope' = sqrt(1 + ln ratio / ln original_length); 'yarn' = "
@@ -40,10 +40,15 @@ class SpaceConfig:
 
 
 @dataclass(kw_only=True)
-class EvolutionConfig:
+class OptimizerConfig:
+    """What a sampler can be told; each sampler has its own keys."""
+
+
+@dataclass(kw_only=True)
+class EvolutionConfig(OptimizerConfig):
     """LongRoPE's evolution; the defaults are the paper's."""
 
-    num_population: int = setting(64, "candidates before the first generation: linear, NTK, YaRN, and mutants of these")
+    num_population: int = setting(64, "candidates before the first generation: the seeds (linear, NTK, YaRN) and mutants of these")
     num_parents: int = setting(32, "best candidates of everything finished that a generation takes its parents from")
     num_mutations: int = setting(16, "mutants per generation")
     num_crossovers: int = setting(16, "crossovers per generation")
@@ -52,6 +57,43 @@ class EvolutionConfig:
         40,
         "generations after the first population; 64 + 40 * 32 = 1,344 candidates by default",
     )
+
+
+@dataclass(kw_only=True)
+class RandomConfig(OptimizerConfig):
+    """Independent draws, the measure of what the other samplers are worth."""
+
+    num_candidates: int = setting(1344, "candidates after which the search ends, the seeds included")
+
+
+@dataclass(kw_only=True)
+class TPEConfig(OptimizerConfig):
+    """Optuna's tree-structured Parzen estimator."""
+
+    num_candidates: int = setting(1344, "candidates after which the search ends, the seeds included")
+    num_startup: int = setting(
+        32, "scored candidates before the estimator: the seeds, and draws near the best of them"
+    )
+    num_draws: int = setting(24, "draws from the density of good candidates, of which the most promising is proposed")
+
+
+@dataclass(kw_only=True)
+class CMAESConfig(OptimizerConfig):
+    """CMA-ES, begun at the best seed."""
+
+    num_candidates: int = setting(1344, "candidates after which the search ends, the seeds included")
+    num_population: int = setting(16, "scored candidates per generation")
+    initial_sigma: float = setting(
+        0.3, "standard deviation of the first generation, in those of a random candidate's coordinates"
+    )
+
+
+OPTIMIZERS: dict[str, type[OptimizerConfig]] = {
+    "evolution": EvolutionConfig,
+    "random": RandomConfig,
+    "tpe": TPEConfig,
+    "cmaes": CMAESConfig,
+}
 
 
 @dataclass(kw_only=True)

@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from ropesearch.search.space import Candidate, Space
 
 _BLOCK_SHARE = 0.25  # mean length of a block of pairs that move together, as a part of all pairs
+_END_PAIRS = 2.0  # standard deviation of a move of the retained pairs' end, as in LongRoPE's released code
 _FINE_ATTENTION, _COARSE_ATTENTION = 0.012, 0.06  # standard deviations of an attention factor's move
 
 
@@ -25,9 +26,11 @@ def mutate(space: Space, parent: Candidate, probability: float, reach: int, rng:
     `reach` > 1 takes neighbours that many pairs away, kept within the pairs that stay. In a second quarter pairs of
     equal factors move as one: else a plateau, such as YaRN's, could only be worn down from its ends. In the other half
     blocks of pairs move together, the same part of the way to their neighbours, which slides a stretch of the curve
-    sideways: a model's loss is smooth along the pairs, and independent moves of theirs cancel out.
+    sideways: a model's loss is smooth along the pairs, and independent moves of theirs cancel out. Where the numbers of
+    retained pairs are searched, each of them changes with `probability` too. Held pairs stay.
     """
-    steps = np.array(parent.factor_steps)
+    every = np.array(parent.factor_steps)
+    steps = every[space.free_pairs]
     kind = rng.random()
     if kind < 0.5:
         mutated = _slide(steps, _blocks(len(steps), probability, rng), 2 * reach, space.max_factor_steps, rng)
@@ -36,8 +39,9 @@ def mutate(space: Space, parent: Candidate, probability: float, reach: int, rng:
         flags = rng.random(len(starts)) < probability
         levels = _resample(steps[starts], flags, reach, space.max_factor_steps, rng)
         mutated = np.repeat(levels, np.diff(np.append(starts, len(steps))))
+    every[space.free_pairs] = _moved_ends(space, mutated, probability, rng)
     return Candidate(
-        tuple(mutated.tolist()),
+        tuple(every.tolist()),
         _moved_attention(space, parent.attention_steps, probability, rng),
         _moved_retained(space, parent.retained_tokens, probability, rng),
     )
@@ -59,8 +63,7 @@ def cross(space: Space, first: Candidate, second: Candidate, probability: float,
         part = rng.uniform(-0.5, 0.5)
         logs = np.log(space.factor_grid)
         factors = np.exp(logs[left] + part * (logs[right] - logs[left]))
-        exact = (factors - 1) / (space.factor_grid[-1] - 1) * space.max_factor_steps
-        steps = space.repair_steps(exact)
+        steps = space.repair_steps(np.interp(factors, space.factor_grid, np.arange(len(logs))))
         line = first.attention_steps + part * (second.attention_steps - first.attention_steps)
         attention = int(np.clip(round(line), 0, space.max_attention_steps))
     retained = second.retained_tokens if rng.random() < probability else first.retained_tokens
@@ -154,6 +157,31 @@ def _slide(
     parts = rng.uniform(-1, 1, size=int(block[-1]) + 1)[block]
     way = np.where(parts < 0, steps - lows, highs - steps)
     return np.where(flags, steps + np.rint(parts * way).astype(np.int64), steps)
+
+
+def _moved_ends(
+    space: Space, steps: NDArray[np.int64], probability: float, rng: np.random.Generator
+) -> NDArray[np.int64]:
+    """Move either end of the searched pairs, where it is searched, by some pairs: pairs that it passes take the held
+    factor, pairs that it frees are drawn between that and the first beyond."""
+    for searched, held, turn in (
+        (space.searches_pairs_at_one, 0, 1),
+        (space.searches_pairs_at_ratio, space.max_factor_steps, -1),
+    ):
+        if not searched or rng.random() >= probability:
+            continue
+        turned = steps[::turn].copy()  # the held pairs come first
+        num_held = int((turned == held).sum())
+        move = round(float(rng.normal(0, _END_PAIRS))) or 1
+        if move > 0:
+            turned[: num_held + move] = held
+        else:
+            first = max(0, num_held + move)
+            beyond = int(turned[num_held]) if num_held < len(turned) else space.max_factor_steps - held
+            low, high = min(held + turn, beyond), max(held + turn, beyond)
+            turned[first:num_held] = np.sort(rng.integers(low, high + 1, num_held - first))[::turn]
+        steps = turned[::turn]
+    return steps
 
 
 def _intervals(

@@ -1,5 +1,6 @@
 """The space as Optuna's parameters, so that its dashboard and any of its samplers can be used."""
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -13,8 +14,9 @@ def distributions(space: Space) -> dict[str, BaseDistribution]:
     """One float for each pair, then attention_factor and retained_tokens if searched: the order of `encode`."""
     width = len(str(space.num_pairs - 1))
     highest = float(space.factor_grid[-1])
+    even = math.isclose(highest, 1 + space.max_factor_steps * space.factor_step)  # else the ratio lies off the grid
     found: dict[str, BaseDistribution] = {
-        f"factor_{pair:0{width}d}": FloatDistribution(1.0, highest, step=space.factor_step)
+        f"factor_{pair:0{width}d}": FloatDistribution(1.0, highest, step=space.factor_step if even else None)
         for pair in range(space.num_pairs)
     }
     if space.searches_attention:

@@ -1,64 +1,75 @@
-"""LongRoPE's evolution as an Optuna sampler, a pure function of (study, seed, trial number)."""
+"""What all samplers have in common: each is an Optuna sampler and a pure function of (study, seed, trial number)."""
 
-import math
-from collections.abc import Sequence
-from typing import Any
+from abc import abstractmethod
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 from optuna import Study
 from optuna.distributions import BaseDistribution
 from optuna.samplers import BaseSampler
-from optuna.trial import FrozenTrial, TrialState
+from optuna.trial import FrozenTrial
 
 from ropesearch.errors import InputError
-from ropesearch.rope import methods
-from ropesearch.search.baselines import NUM_BASELINES
-from ropesearch.search.config import EvolutionConfig
-from ropesearch.search.operators import cross, mutate, nearest_new
+from ropesearch.rope.regime import Regime
+from ropesearch.search.operators import nearest_new
 from ropesearch.search.parameters import distributions, parameters
 from ropesearch.search.space import Candidate, Space
-from ropesearch.search.trials import recorded_candidate
+from ropesearch.search.trials import rank, ranked, recorded_candidate
 from ropesearch.seeding import stream
 
-_NUM_TRIES = 8
+
+class Scored(NamedTuple):
+    """A scored candidate: its rank (see trials.rank; the less the better), value and trial number."""
+
+    rank: tuple[float, float, int]
+    number: int
+    value: float
+    candidate: Candidate
 
 
-class EvolutionSampler(BaseSampler):
-    """LongRoPE's evolutionary search (Ding et al. 2024, sec. 3.3 and Alg. 1).
+@dataclass(frozen=True, slots=True)
+class Past:
+    """What a study holds besides the trial that a candidate is proposed for.
 
-    The first num_population candidates are linear interpolation, NTK and YaRN (the true one, projected onto the space)
-    and mutants of these. Every generation then has num_mutations mutants and num_crossovers crossovers of the
-    num_parents best of everything finished, each pair touched with mutation_probability.
-
-    It differs from the paper where that saves evaluations: mutation and crossover are constructive, and half of each
-    are made for a loss that is smooth along the pairs (see operators.py); better parents are drawn more often, in the
-    first population too; attention factor and retained tokens are genes; no candidate is proposed twice.
-
-    With one worker it is generational: parents come from the trials numbered before the generation. While a trial with
-    a lower number is still running, as with several workers, parents come from everything that is finished, and nothing
-    ever waits. Failed trials have no children. Each candidate has a random stream of its own, so the proposal depends
-    on the study's content, the seed and the number only. `num_baselines` trials come before the first candidate.
-
-    Raises InputError when the configuration cannot be run.
+    `scored` is best first; `known` are all candidates, failed and running ones too, `running` those that are being
+    scored. `waiting` says whether a trial with a lower number is still running.
     """
 
-    def __init__(self, space: Space, config: EvolutionConfig, seed: int, num_baselines: int = NUM_BASELINES) -> None:
-        _check(config)
+    scored: Sequence[Scored]
+    known: Collection[Candidate]
+    running: Sequence[Candidate]
+    waiting: bool
+
+
+class CandidateSampler(BaseSampler):
+    """A sampler of candidates. Subclasses say what to propose after the seeds.
+
+    The first candidates are `seeds`, projected onto the space. `num_baselines` trials come before the first candidate.
+    Every candidate has a random stream of its own, and nothing is kept outside the study: so a proposal depends on the
+    study's content, the seed and the trial's number only. No candidate is proposed twice. Failed trials are known, and
+    nothing is inferred from them; a trial that is still running is not waited for.
+    """
+
+    name: ClassVar[str]
+    limit: ClassVar[str] = "num_candidates"  # the key that ends a search without a budget
+
+    def __init__(self, space: Space, seed: int, seeds: Sequence[Regime], num_baselines: int) -> None:
         self.space = space
-        self.config = config
+        self.seeds = list(dict.fromkeys(space.repair(regime) for regime in seeds))
         self._seed = seed
         self._num_baselines = num_baselines
         self._distributions = distributions(space)
-        self._seeds = seed_candidates(space)
 
     @property
+    @abstractmethod
     def num_candidates(self) -> int:
-        """Candidates from the first population to the last generation."""
-        return self.config.num_population + self.config.num_generations * self._num_children
+        """How many candidates the search has when nothing else ends it."""
 
-    @property
-    def _num_children(self) -> int:
-        return self.config.num_mutations + self.config.num_crossovers
+    @abstractmethod
+    def _draw(self, past: Past, index: int, rng: np.random.Generator) -> Candidate:
+        """What to propose as candidate `index` (0 is the first after the baselines); known ones are replaced."""
 
     def infer_relative_search_space(self, study: Study, trial: FrozenTrial) -> dict[str, BaseDistribution]:
         """All parameters of the space."""
@@ -84,37 +95,23 @@ class EvolutionSampler(BaseSampler):
         Raises InputError when every candidate of the space is already there.
         """
         index = number - self._num_baselines
-        rng = stream(self._seed, "evolution", index)
-        others = [(trial, recorded_candidate(trial)) for trial in trials if trial.number != number]
-        known = {candidate for _, candidate in others if candidate is not None}
-        finished = [
-            (trial.values[0], trial.number, candidate)
-            for trial, candidate in others
-            if candidate is not None and trial.state is TrialState.COMPLETE and trial.values
-        ]
-        place = (index - self.config.num_population) % self._num_children
-        waiting = any(trial.number < number and not trial.state.is_finished() for trial in trials)
-        if index < self.config.num_population:
-            if index < len(self._seeds) and self._seeds[index] not in known:
-                return self._seeds[index]
-            parents = [entry for entry in finished if entry[2] in self._seeds]
-        else:
-            first = number - place
-            parents = finished if waiting else [entry for entry in finished if entry[1] < first]
-        parents = sorted(parents, key=lambda entry: entry[:2])[: self.config.num_parents]
-        ranked = [candidate for _, _, candidate in parents] or self._seeds
-        crosses = index >= self.config.num_population and place >= self.config.num_mutations and len(ranked) > 1
-        for attempt in range(_NUM_TRIES):
-            probability = min(1.0, self.config.mutation_probability * 2 ** (attempt / 4))
-            if crosses and attempt < _NUM_TRIES // 2:
-                better, worse = _two_ranks(len(ranked), rng)
-                candidate = cross(self.space, ranked[better], ranked[worse], probability, rng)
-            else:
-                parent = ranked[_rank(len(ranked), rng)]
-                candidate = mutate(self.space, parent, probability, 1 + attempt // 2, rng)
-            if candidate not in known:
-                return candidate
-        new = nearest_new(self.space, candidate, known)
+        others = {trial.number: recorded_candidate(trial) for trial in trials if trial.number != number}
+        known = {candidate for candidate in others.values() if candidate is not None}
+        if index < len(self.seeds) and self.seeds[index] not in known:
+            return self.seeds[index]
+        scored = []
+        for trial in ranked(trials):
+            candidate = others.get(trial.number)
+            if candidate is not None:
+                scored.append(Scored(rank(trial), trial.number, trial.values[0], candidate))
+        running = [trial for trial in trials if trial.number != number and not trial.state.is_finished()]
+        past = Past(
+            scored=scored,
+            known=known,
+            running=[candidate for trial in running if (candidate := others[trial.number]) is not None],
+            waiting=any(trial.number < number for trial in running),
+        )
+        new = nearest_new(self.space, self._draw(past, index, stream(self._seed, self.name, index)), known)
         if new is None:
             raise InputError(
                 f"the space is exhausted: all its {self.space.num_candidates} candidates are in the study; "
@@ -123,35 +120,7 @@ class EvolutionSampler(BaseSampler):
         return new
 
 
-def seed_candidates(space: Space) -> list[Candidate]:
-    """Linear, NTK and YaRN as candidates of `space`, without repetition."""
-    given = [method(space.geometry, space.target_length) for method in (methods.linear, methods.ntk, methods.yarn)]
-    return list(dict.fromkeys(space.repair(regime) for regime in given))
-
-
-def _rank(num_parents: int, rng: np.random.Generator) -> int:
-    """A rank, 0 the best, better ones more often: half of the draws are in the best eighth."""
-    return int(num_parents * rng.random() ** 3)
-
-
-def _two_ranks(num_parents: int, rng: np.random.Generator) -> tuple[int, int]:
-    """Two different ranks, the better one first."""
-    first = _rank(num_parents, rng)
-    second = int(rng.integers(num_parents - 1))
-    second += second >= first
-    return min(first, second), max(first, second)
-
-
-def _check(config: EvolutionConfig) -> None:
-    for name, least in (("num_population", 1), ("num_parents", 2), ("num_mutations", 0), ("num_crossovers", 0)):
-        if getattr(config, name) < least:
-            raise InputError(f"optimizer.{name}: expected at least {least}, got {getattr(config, name)}")
-    if config.num_generations < 0:
-        raise InputError(f"optimizer.num_generations: expected at least 0, got {config.num_generations}")
-    if config.num_mutations + config.num_crossovers < 1:
-        raise InputError(
-            "optimizer.num_mutations, optimizer.num_crossovers: expected at least one child per generation, got none"
-        )
-    probability = config.mutation_probability
-    if not (math.isfinite(probability) and 0 < probability <= 1):
-        raise InputError(f"optimizer.mutation_probability: expected more than 0 and at most 1, got {probability}")
+def check_at_least(name: str, value: int, least: int) -> None:
+    """Raise InputError unless the optimizer's key `name` is at least `least`."""
+    if value < least:
+        raise InputError(f"optimizer.{name}: expected at least {least}, got {value}")

@@ -1,4 +1,4 @@
-"""The space of candidates: non-decreasing factors on a grid, an attention factor, retained tokens.
+"""The space of candidates: non-decreasing factors on a grid, retained pairs, an attention factor, retained tokens.
 
 Everything here is constructive: any vector and any regime leads to a candidate of the space, without rejection.
 """
@@ -16,7 +16,7 @@ from ropesearch.errors import InputError
 from ropesearch.rope.geometry import Geometry
 from ropesearch.rope.methods import attention_factor_formula
 from ropesearch.rope.regime import Regime
-from ropesearch.search.config import SpaceConfig, SpaceName
+from ropesearch.search.config import SpaceConfig
 
 SEARCHED = "searched"
 
@@ -35,17 +35,20 @@ class Candidate:
 
 
 class Space:
-    """LongRoPE's space for one geometry and target length (LongRoPE, Table 4).
+    """The candidates for one geometry and target length (LongRoPE, Table 4).
 
-    Factors lie on a grid in [1, max_factor_over_ratio * ratio] and do not decrease with the pair. The attention factor
-    is a further dimension when the configuration says "search", and so are the retained tokens when there are several.
+    Factors lie on a grid in [1, max_factor_over_ratio * ratio] and do not decrease with the pair. Of the retained pairs
+    the first may be held at 1 and the last at the ratio, which then ends the grid. The attention factor is a further
+    dimension when the configuration says "search", and so are the retained tokens when there are several.
+
+    Where the numbers of retained pairs are searched, they are the numbers of pairs at 1 and at the ratio, and the pairs
+    between lie strictly between. So these spaces hold the same candidates as one without retained pairs; a sampler
+    moves differently in them (see scores.py and operators.py).
 
     Raises InputError when the configuration describes no space.
     """
 
     def __init__(self, geometry: Geometry, target_length: int, config: SpaceConfig) -> None:
-        if config.name is not SpaceName.longrope:
-            raise InputError(f"space.name: expected longrope, got {config.name!r}")
         ratio = geometry.ratio(target_length)
         if not (math.isfinite(config.max_factor_over_ratio) and config.max_factor_over_ratio >= 1):
             raise InputError(
@@ -55,9 +58,34 @@ class Space:
         self.geometry = geometry
         self.target_length = target_length
         self.num_pairs = geometry.num_pairs
+        self.num_pairs_at_one, self.searches_pairs_at_one = _retained_pairs(
+            "space.num_pairs_at_one", config.num_pairs_at_one, self.num_pairs
+        )
+        self.num_pairs_at_ratio, self.searches_pairs_at_ratio = _retained_pairs(
+            "space.num_pairs_at_ratio", config.num_pairs_at_ratio, self.num_pairs
+        )
+        if self.num_pairs_at_one + self.num_pairs_at_ratio >= self.num_pairs:
+            raise InputError(
+                f"space.num_pairs_at_one, space.num_pairs_at_ratio: expected fewer than the {self.num_pairs} pairs "
+                f"together, so that a factor is searched, got {self.num_pairs_at_one} and {self.num_pairs_at_ratio}"
+            )
+        self._factors = _grid("space.factor_step", config.factor_step, ratio * config.max_factor_over_ratio)
+        if self.searches_pairs_at_ratio or self.num_pairs_at_ratio:
+            if config.max_factor_over_ratio != 1:
+                raise InputError(
+                    "space.max_factor_over_ratio: expected 1 with pairs at the ratio (space.num_pairs_at_ratio), as "
+                    f"factors do not decrease, got {config.max_factor_over_ratio}"
+                )
+            if self._factors[-1] != ratio:  # the ratio itself is the last value, wherever the grid ends before it
+                near = math.isclose(self._factors[-1], ratio, rel_tol=1e-12)
+                self._factors = np.append(self._factors[:-1] if near else self._factors, ratio)
+            if len(self._factors) < 3:
+                raise InputError(
+                    f"space.factor_step: expected a factor between 1 and the ratio {ratio:g}, got none with a step of "
+                    f"{config.factor_step}; ask for a smaller step"
+                )
         self.factor_step = config.factor_step
         self.attention_step = config.attention_factor_step
-        self._factors = _grid("space.factor_step", config.factor_step, ratio * config.max_factor_over_ratio)
         self.searches_attention = config.attention_factor == "search"
         if self.searches_attention:
             self._attention = _grid(
@@ -89,6 +117,11 @@ class Space:
         return self._attention
 
     @property
+    def free_pairs(self) -> slice:
+        """The pairs whose factor is searched: all but those held at 1 and at the ratio."""
+        return slice(self.num_pairs_at_one, self.num_pairs - self.num_pairs_at_ratio)
+
+    @property
     def num_dimensions(self) -> int:
         """Length of an encoded candidate: pairs, and one each for a searched attention factor and retained tokens."""
         return self.num_pairs + self.searches_attention + (len(self.retained_choices) > 1)
@@ -96,7 +129,8 @@ class Space:
     @property
     def num_candidates(self) -> int:
         """How many candidates there are, exactly: sequences times attention factors times retained tokens."""
-        sequences = math.comb(self.num_pairs + self.max_factor_steps, self.num_pairs)
+        num_free = len(range(self.num_pairs)[self.free_pairs])
+        sequences = math.comb(num_free + self.max_factor_steps, num_free)
         return sequences * len(self._attention) * len(self.retained_choices)
 
     def regime(self, candidate: Candidate) -> Regime:
@@ -117,6 +151,8 @@ class Space:
             and steps[0] >= 0
             and all(left <= right for left, right in pairwise(steps))
             and steps[-1] <= self.max_factor_steps
+            and not any(steps[: self.num_pairs_at_one])
+            and all(step == self.max_factor_steps for step in steps[self.num_pairs - self.num_pairs_at_ratio :])
             and 0 <= candidate.attention_steps <= self.max_attention_steps
             and candidate.retained_tokens in self._retained_position
         )
@@ -134,7 +170,8 @@ class Space:
         """The candidate nearest to any real vector of num_dimensions, in the order of `encode`; decode(encode(c)) == c.
 
         Factors are projected onto the non-decreasing sequences within the bounds, exactly and in least squares, and
-        rounded to the grid. NaN counts as the smallest value, infinities as far outside.
+        rounded to the grid; those of pairs that are held do not matter. NaN counts as the smallest value, infinities as
+        far outside.
 
         Raises InputError when the number of values is not num_dimensions.
         """
@@ -160,28 +197,29 @@ class Space:
         return Candidate(self._project(np.array(regime.factors)), int(attention[0]), retained)
 
     def repair_steps(self, steps: NDArray[np.float64]) -> tuple[int, ...]:
-        """The non-decreasing grid steps nearest to (num_pairs,) finite steps, as in `decode`."""
-        fitted = isotonic_regression(steps).x
-        return tuple(np.rint(np.clip(fitted, 0, self.max_factor_steps)).astype(int).tolist())
+        """The non-decreasing grid steps nearest to (num_pairs,) finite steps, with the held pairs at their factors."""
+        fitted = isotonic_regression(steps[self.free_pairs]).x
+        return self._with_held(np.rint(np.clip(fitted, 0, self.max_factor_steps)).astype(np.int64))
 
     def _project(self, factors: NDArray[np.float64]) -> tuple[int, ...]:
         """Nearest non-decreasing grid steps. Clipping an isotonic fit gives the exact projection onto cone and box;
         both and the rounding keep the order."""
         lowest, highest = float(self._factors[0]), float(self._factors[-1])
         far = 1e300
-        finite = np.nan_to_num(factors, nan=lowest, posinf=far, neginf=-far)
+        finite = np.nan_to_num(factors[self.free_pairs], nan=lowest, posinf=far, neginf=-far)
         unit = max(1.0, float(np.abs(finite).max()))  # sums of huge values must not overflow; the fit is homogeneous
         fitted = isotonic_regression(finite / unit).x * unit if np.any(np.diff(finite) < 0) else finite
-        return tuple(_nearest(self._factors, np.clip(fitted, lowest, highest)).tolist())
+        return self._with_held(_nearest(self._factors, np.clip(fitted, lowest, highest)))
+
+    def _with_held(self, free: NDArray[np.int64]) -> tuple[int, ...]:
+        held = [0] * self.num_pairs_at_one, [self.max_factor_steps] * self.num_pairs_at_ratio
+        return (*held[0], *free.tolist(), *held[1])
 
 
 def _nearest(grid: NDArray[np.float64], values: NDArray[np.float64]) -> NDArray[np.int64]:
-    """Positions on an evenly spaced grid nearest to `values`, NaN going to the first."""
-    if len(grid) == 1:
-        return np.zeros(len(values), dtype=np.int64)
-    clipped = np.clip(np.nan_to_num(values, nan=grid[0], posinf=grid[-1], neginf=grid[0]), grid[0], grid[-1])
-    positions: NDArray[np.float64] = np.rint((clipped - grid[0]) * ((len(grid) - 1) / (grid[-1] - grid[0])))
-    return positions.astype(np.int64)
+    """Positions on an ascending grid nearest to `values`, NaN going to the first."""
+    middles = (grid[:-1] + grid[1:]) / 2
+    return np.searchsorted(middles, np.nan_to_num(values, nan=grid[0], posinf=grid[-1], neginf=grid[0]))
 
 
 def _grid(key: str, step: float, highest: float) -> NDArray[np.float64]:
@@ -212,6 +250,15 @@ def _held_attention(value: str | float, ratio: float, original_length: int) -> f
     if not (math.isfinite(number) and number > 0):
         raise InputError(f"{expected}, got {value!r}")
     return number
+
+
+def _retained_pairs(key: str, value: int | str, num_pairs: int) -> tuple[int, bool]:
+    """How many pairs are held, and whether their number is searched."""
+    if value == "search":
+        return 0, True
+    if not isinstance(value, int) or not 0 <= value < num_pairs:
+        raise InputError(f"{key}: expected 'search' or from 0 to {num_pairs - 1} of the {num_pairs} pairs, got {value!r}")
+    return value, False
 
 
 def _retained(choices: list[int], target_length: int) -> tuple[int, ...]:

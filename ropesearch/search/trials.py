@@ -79,7 +79,16 @@ def is_searched(trial: FrozenTrial) -> bool:
     return bool(trial.user_attrs.get(METHOD) == SEARCHED)
 
 
+def violation(trial: FrozenTrial) -> float:
+    """By how much a trial violates its constraints, in nats per token; 0.0 where it meets them or has none."""
+    return max((0.0, *trial.constraints.values()))
+
+
+def rank(trial: FrozenTrial) -> tuple[float, float, int]:
+    """The order of scored trials: those that meet all constraints first, by value, then the others by violation."""
+    return violation(trial), trial.values[0], trial.number
+
+
 def ranked(trials: Sequence[FrozenTrial]) -> list[FrozenTrial]:
-    """Scored trials, best first, equal ones by number."""
-    scored = [trial for trial in trials if trial.state is TrialState.COMPLETE]
-    return sorted(scored, key=lambda trial: (trial.values[0], trial.number))
+    """Scored trials, best first (see `rank`), equal ones by number."""
+    return sorted((trial for trial in trials if trial.state is TrialState.COMPLETE), key=rank)

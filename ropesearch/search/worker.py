@@ -22,7 +22,7 @@ from ropesearch.search.budget import Budget, spent_tokens
 from ropesearch.search.config import BudgetConfig, SelectionConfig
 from ropesearch.search.ownership import exclusive, is_alive, working
 from ropesearch.search.parameters import candidate_of, suggest
-from ropesearch.search.sampler import EvolutionSampler
+from ropesearch.search.sampler import CandidateSampler
 from ropesearch.search.selection import SELECTION, Finalist, check_selection, choose_finalists, score_finalists
 from ropesearch.search.space import Candidate
 from ropesearch.search.study import OpenStudy, open_study
@@ -96,7 +96,7 @@ class SearchResult:
 
 def run_search(
     run_folder: Path,
-    sampler: EvolutionSampler,
+    sampler: CandidateSampler,
     evaluate: Evaluate,
     *,
     cost_tokens: int,
@@ -151,7 +151,7 @@ def run_search(
 @dataclass(frozen=True, slots=True)
 class _Worker:
     opened: OpenStudy
-    sampler: EvolutionSampler
+    sampler: CandidateSampler
     evaluate: Evaluate
     cost_tokens: int
     limits: Budget

@@ -16,8 +16,10 @@ from ropesearch.rope.geometry import Geometry
 from ropesearch.rope.regime import Regime
 from ropesearch.score.score import Score
 from ropesearch.search import journal
-from ropesearch.search.config import BudgetConfig, EvolutionConfig, SelectionConfig, SpaceConfig
-from ropesearch.search.sampler import EvolutionSampler
+from ropesearch.search.baselines import baseline_regimes
+from ropesearch.search.config import BudgetConfig, EvolutionConfig, OptimizerConfig, SelectionConfig, SpaceConfig
+from ropesearch.search.optimizers import make_sampler as sampler_of
+from ropesearch.search.sampler import CandidateSampler
 from ropesearch.search.space import Space
 from ropesearch.search.worker import SearchResult, run_search
 
@@ -36,8 +38,12 @@ def make_geometry(num_pairs: int = 8, original_length: int = 256) -> Geometry:
     )
 
 
-def make_sampler(seed: int = 0, evolution: EvolutionConfig = EVOLUTION, **space: object) -> EvolutionSampler:
-    return EvolutionSampler(Space(make_geometry(), TARGET_LENGTH, SpaceConfig(**space)), evolution, seed)  # type: ignore[arg-type]
+def make_sampler(
+    seed: int = 0, optimizer: OptimizerConfig = EVOLUTION, num_baselines: int = 4, **space: object
+) -> CandidateSampler:
+    """A sampler with the paper's seeds."""
+    made = Space(make_geometry(), TARGET_LENGTH, SpaceConfig(**space))  # type: ignore[arg-type]
+    return sampler_of(made, optimizer, seed, baseline_regimes(made.geometry, TARGET_LENGTH)[1:], num_baselines)
 
 
 def make_score(nats_per_token: float) -> Score:

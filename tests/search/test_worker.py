@@ -272,7 +272,7 @@ def test_without_a_budget_the_generations_end_it(tmp_path: Path) -> None:
     evolution = EvolutionConfig(num_population=6, num_parents=3, num_mutations=2, num_crossovers=1, num_generations=3)
     result = run_search(
         tmp_path,
-        make_sampler(evolution=evolution),
+        make_sampler(optimizer=evolution),
         evaluate,
         cost_tokens=1,
         fingerprints={},

@@ -1,0 +1,113 @@
+"""Candidates as points of R^n without bounds or order between coordinates, for samplers that know nothing of either.
+
+Any real vector stands for a candidate. A standard normal vector stands for a random one: each coordinate is the normal
+score of a uniform variable, so whatever a sampler assumes of bounded, independent or smooth coordinates holds here.
+"""
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+from scipy.special import log_ndtr, ndtr, ndtri, ndtri_exp
+
+from ropesearch.errors import InputError
+from ropesearch.search.space import Candidate, Space
+
+
+class Coordinates:
+    """The way between the candidates of a space and real vectors of `num_coordinates`.
+
+    The factors of m pairs are m order statistics of the uniform distribution over [0, ln max_factor], rounded to the
+    grid. Coordinates come from the known recursion (Devroye 1986, ch. V.3): given the order statistic above it, the
+    k-th from below is that times U^(1/k), U uniform. So all non-decreasing sequences of log factors are equally likely.
+    Where the numbers of retained pairs are searched, each number is as likely as any other, and the factors between lie
+    strictly between 1 and the ratio. Attention factor and retained tokens are uniform over their choices.
+
+    The order is: number of pairs at 1, at the ratio, searched pairs, attention factor, retained tokens, each if
+    searched.
+    """
+
+    def __init__(self, space: Space) -> None:
+        self.space = space
+        self._num_free = len(range(space.num_pairs)[space.free_pairs])
+        self._num_genes = space.searches_pairs_at_one + space.searches_pairs_at_ratio
+        self._lowest = int(space.searches_pairs_at_one)
+        self._highest = space.max_factor_steps - space.searches_pairs_at_ratio
+        logs = np.log(space.factor_grid)
+        middles = np.log((space.factor_grid[:-1] + space.factor_grid[1:]) / 2)
+        edges = np.concatenate([logs[:1], middles, logs[-1:]])[self._lowest : self._highest + 2]
+        self._edges = (edges - edges[0]) / (edges[-1] - edges[0])  # of each step's cell, as parts of the whole range
+        self.num_coordinates = (
+            self._num_genes + self._num_free + space.searches_attention + (len(space.retained_choices) > 1)
+        )
+
+    @property
+    def discrete(self) -> list[int]:
+        """Positions of coordinates with few values: numbers of retained pairs, and retained tokens."""
+        places = list(range(self._num_genes))
+        return [*places, self.num_coordinates - 1] if len(self.space.retained_choices) > 1 else places
+
+    def candidate(self, vector: ArrayLike) -> Candidate:
+        """The candidate that any real vector (num_coordinates,) stands for; NaN counts as 0.
+
+        Raises InputError when the number of values is not num_coordinates.
+        """
+        values = np.asarray(vector, dtype=np.float64)
+        if values.shape != (self.num_coordinates,):
+            raise InputError(f"coordinates: expected shape ({self.num_coordinates},), got {values.shape}")
+        left = np.where(np.isnan(values), 0.0, values).tolist()
+        space = self.space
+        num_low = _choice(left.pop(0), self._num_free + 1) if space.searches_pairs_at_one else 0
+        num_high = _choice(left.pop(0), self._num_free - num_low + 1) if space.searches_pairs_at_ratio else 0
+        between = np.array(left[num_low : self._num_free - num_high])
+        # ln of each order statistic, from the highest down.
+        logs = np.cumsum((log_ndtr(between) / np.arange(1, len(between) + 1))[::-1])[::-1]
+        steps = self._lowest + np.searchsorted(self._edges[1:-1], np.exp(logs), side="right")
+        left = left[self._num_free :]
+        attention = _choice(left.pop(0), space.max_attention_steps + 1) if space.searches_attention else 0
+        position = _choice(left.pop(0), len(space.retained_choices)) if left else 0
+        factor_steps = (
+            *[0] * (space.num_pairs_at_one + num_low),
+            *steps.tolist(),
+            *[space.max_factor_steps] * (space.num_pairs_at_ratio + num_high),
+        )
+        return Candidate(factor_steps, attention, space.retained_choices[position])
+
+    def of(self, candidate: Candidate) -> NDArray[np.float64]:
+        """float64 (num_coordinates,), all finite, with candidate(of(c)) == c.
+
+        Pairs of equal factors are spread evenly over their grid step, and other choices lie in the middle of theirs.
+        Coordinates of pairs that are retained are 0.
+        """
+        space = self.space
+        steps = np.array(candidate.factor_steps[space.free_pairs])
+        num_low = int((steps == 0).sum()) if space.searches_pairs_at_one else 0
+        num_high = int((steps == space.max_factor_steps).sum()) if space.searches_pairs_at_ratio else 0
+        values = []
+        if space.searches_pairs_at_one:
+            values.append(_middle(num_low, self._num_free + 1))
+        if space.searches_pairs_at_ratio:
+            values.append(_middle(num_high, self._num_free - num_low + 1))
+        cells, starts, counts = np.unique(
+            steps[num_low : self._num_free - num_high] - self._lowest, return_index=True, return_counts=True
+        )
+        place = np.arange(counts.sum()) - np.repeat(starts, counts)
+        low, high = np.repeat(self._edges[cells], counts), np.repeat(self._edges[cells + 1], counts)
+        statistics = low + (place + 0.5) / np.repeat(counts, counts) * (high - low)
+        ratios = np.diff(np.log(np.append(statistics, 1.0)))
+        between = ndtri_exp(-ratios * np.arange(1, len(ratios) + 1))
+        values += [*[0.0] * num_low, *between.tolist(), *[0.0] * num_high]
+        if space.searches_attention:
+            values.append(_middle(candidate.attention_steps, space.max_attention_steps + 1))
+        if len(space.retained_choices) > 1:
+            position = space.retained_choices.index(candidate.retained_tokens)
+            values.append(_middle(position, len(space.retained_choices)))
+        return np.array(values)
+
+
+def _choice(score: float, num_choices: int) -> int:
+    """Of equally likely choices the one at a normal score."""
+    return min(int(ndtr(score) * num_choices), num_choices - 1)
+
+
+def _middle(position: int, num_choices: int) -> float:
+    """The normal score in the middle of a choice."""
+    return float(ndtri((position + 0.5) / num_choices))
