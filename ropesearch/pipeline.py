@@ -31,6 +31,7 @@ from ropesearch.report import EvaluateOutcome, SearchOutcome, VerifyOutcome
 from ropesearch.rope.regime import Regime
 from ropesearch.run_folder import RunFolder, versions
 from ropesearch.score.config import ScoringConfig
+from ropesearch.score.objective import objective_of
 from ropesearch.score.score import Score
 from ropesearch.score.scorer import forward_equivalent_tokens, prove_scorer, score_windows, scoring_identity
 from ropesearch.score.store import ScoreStore
@@ -63,6 +64,7 @@ def search(job: SearchJob) -> SearchOutcome:
     space = Space(geometry, job.target_length, job.space)
     sampler = make_sampler(space, job.optimizer, job.seed, seeds=baselines[1:], num_baselines=len(baselines))
     job.objective.check(job.target_length)
+    objective = objective_of(job.objective, job.target_length, geometry.original_length)
     whole_windows = dataclasses.replace(job.objective, last_tokens=None)  # what short inputs are reported on
     whole_windows.check(geometry.original_length)
     check_selection(job.selection)
@@ -80,7 +82,13 @@ def search(job: SearchJob) -> SearchOutcome:
             "weights": binding.digest,
             "original_length": geometry.original_length,
             "target_length": job.target_length,
-            "scoring": {split: scoring_identity(job.model, windows[split], job.objective) for split in windows},
+            "scoring": {
+                split: scoring_identity(
+                    job.model, windows[split], job.objective, None if split == "held_out" else objective.spans
+                )
+                for split in windows
+            },
+            "objective": objective.to_json(),
             "space": plain(job.space),
             "optimizer": plain(job)["optimizer"],
             "seed": job.seed,
@@ -98,19 +106,24 @@ def search(job: SearchJob) -> SearchOutcome:
         result = run_search(
             run.path,
             sampler,
-            lambda regime, split: scorer.score(regime, windows[split], job.objective),
+            lambda regime, split: scorer.score(regime, windows[split], job.objective, objective.spans),
             cost_tokens=cost_tokens,
             fingerprints=fingerprints,
             budget=job.budget,
             selection=job.selection,
+            objective=objective,
             on_event=on_event,
         )
         best = [finalist.regime for finalist in result.finalists if finalist.method == SEARCHED][:1]
         at_target = {regime.name: regime for regime in [*baselines, *best, result.regime]}
         at_original = {name: at_target[name] for name in dict.fromkeys(["unscaled", result.method])}
+        between = [
+            length for length in job.objective.lengths if length not in (job.target_length, geometry.original_length)
+        ]
         rows = []
         for length, regimes, scoring in (
             (job.target_length, at_target, job.objective),
+            *((length, at_target, job.objective) for length in between),
             (geometry.original_length, at_original, whole_windows),
         ):
             always = {name: functools.partial(_constant, regime) for name, regime in regimes.items()}
@@ -154,7 +167,7 @@ def evaluate(job: EvaluateJob) -> EvaluateOutcome:
     folder = find_folder(Path(job.path))
     rope_config = RopeConfig.read(folder)
     geometry, target_length = rope_config.geometry, rope_config.target_length
-    lengths = job.lengths or _doublings(geometry.original_length, target_length)
+    lengths = job.lengths or job.objective.lengths or _doublings(geometry.original_length, target_length)
     for length in lengths:
         if not 2 <= length <= target_length:
             raise InputError(f"lengths: expected from 2 to target_length = {target_length} tokens, got {length}")
@@ -206,10 +219,16 @@ class _Scorer:
         _log.info("loaded %s as %s with %s attention", loaded.folder, loaded.dtype, loaded.attention)
         return loaded
 
-    def score(self, regime: Regime, windows: Windows, scoring: ScoringConfig) -> Score:
+    def score(
+        self,
+        regime: Regime,
+        windows: Windows,
+        scoring: ScoringConfig,
+        spans: Sequence[tuple[int, int]] | None = None,
+    ) -> Score:
         """Score `windows` under `regime`."""
         with installed(self.loaded, regime):
-            return score_windows(self.loaded, windows, scoring)
+            return score_windows(self.loaded, windows, scoring, spans=spans)
 
     def kept(self, regime: Regime, windows: Windows, scoring: ScoringConfig) -> Score:
         """As `score`, but a score that the run already holds is read."""
@@ -272,19 +291,23 @@ def _search_record(
     job: SearchJob, result: SearchResult, windows: Mapping[str, Windows], fingerprints: Mapping[str, Any]
 ) -> dict[str, Any]:
     """The "search" entry of rope_config.json: how the result was found, and the scores it was chosen by."""
+    objective = result.objective
     selection = [
         {
             "trial_number": finalist.trial_number,
             "method": finalist.method,
             "nats": None if finalist.selection_score is None else finalist.selection_score.total_nats,
             "tokens": None if finalist.selection_score is None else finalist.selection_score.total_tokens,
+            "objective": None if finalist.selection_score is None else objective.value(finalist.selection_score),
+            "short_excess_nats": finalist.excess_nats,
         }
         for finalist in result.finalists
     ]
     return {
         "optimizer": plain(job)["optimizer"],
         "space": plain(job.space),
-        "objective": {"name": "perplexity", **plain(job.objective)},
+        "objective": {"name": "perplexity", **plain(job.objective), **objective.to_json()},
+        "num_candidates_in_guard": result.num_candidates_in_guard,
         "seed": job.seed,
         "method": result.method,
         "trial_number": result.trial_number,
@@ -296,7 +319,7 @@ def _search_record(
         "documents": {split: list(windows[split].documents) for split in windows},
         "scoring": fingerprints["scoring"],
         "search_scores": {
-            name: {"nats": score.total_nats, "tokens": score.total_tokens}
+            name: {"nats": score.total_nats, "tokens": score.total_tokens, "objective": objective.value(score)}
             for name, score in result.search_scores.items()
         },
         "selection_scores": selection,

@@ -12,7 +12,6 @@ from ropesearch.artifact.verify import Finding
 from ropesearch.evaluate.interval import paired_interval
 from ropesearch.evaluate.perplexity import Evaluation
 from ropesearch.evaluate.table import aligned, perplexity_text, render_table
-from ropesearch.score.score import Score
 from ropesearch.search.worker import SearchResult
 
 
@@ -49,7 +48,9 @@ class SearchOutcome:
         selected: dict[str, str] = {}
         for finalist in result.finalists:  # best first; of the candidates only the best is shown
             score = finalist.selection_score
-            selected.setdefault(finalist.method, "failed" if score is None else _perplexity_of(score))
+            selected.setdefault(
+                finalist.method, "failed" if score is None else _value_text(result.objective.value(score))
+            )
         won = cells[(result.method, target_length)]
         num_documents = len(won.window_nats)
         documents = f"{num_documents} held-out document{'s' if num_documents > 1 else ''}"
@@ -59,7 +60,7 @@ class SearchOutcome:
             lines.append(
                 [
                     row.method,
-                    "-" if searched is None else _perplexity_of(searched),
+                    "-" if searched is None else _value_text(result.objective.value(searched)),
                     selected.get(row.method, "-"),
                     perplexity_text(row.nats, row.tokens),
                     "" if row is won else _above(row, won),
@@ -78,6 +79,10 @@ class SearchOutcome:
             f"{perplexity_text(before.nats, before.tokens)} unscaled, "
             f"{perplexity_text(after.nats, after.tokens)} now ({price:+.1%})",
         ]
+        if result.objective.parts:
+            parts.append(f"objective: {result.objective.to_text()} (columns search and selection: its exponential)")
+        if result.num_candidates_in_guard is not None:
+            parts.append(_guard_text(result))
         if result.method != "searched":
             parts.append(f"no candidate beat {result.method} on the selection windows, so rope_config.json holds that")
         if self.rope_config.not_portable:
@@ -146,8 +151,22 @@ class VerifyOutcome:
         return "\n".join([*lines, "verified" if self.exit_code == 0 else "NOT verified"])
 
 
-def _perplexity_of(score: Score) -> str:
-    return perplexity_text(score.total_nats, score.total_tokens)
+def _value_text(nats_per_token: float) -> str:
+    return perplexity_text(nats_per_token, 1)
+
+
+def _guard_text(result: SearchResult) -> str:
+    """How the candidates and the result stand to the guard."""
+    excess = result.finalists[0].excess_nats
+    num_kept = result.num_candidates_in_guard
+    kept = f"{num_kept} candidates keep it" if num_kept else "no candidate keeps it"
+    if excess is None:
+        return f"guard on the search windows: {kept}"
+    allowed = "within" if excess <= 0 else "BEYOND"
+    return (
+        f"guard on the search windows: {kept}; on the selection windows {result.method} is {allowed} it by "
+        f"{abs(excess):.4f} nats per token"
+    )
 
 
 def _above(row: Evaluation, won: Evaluation) -> str:

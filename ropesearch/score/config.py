@@ -20,6 +20,17 @@ class ScoringConfig:
         "window. When memory runs out, smaller pieces are tried",
     )
     num_blocks: int = setting(8, "number of equal position blocks that a window's nats and tokens are kept in")
+    lengths: list[int] = setting(
+        [],
+        "lengths in tokens at which a search scores the first tokens of each window, target_length among them; the "
+        "objective is the weighted mean of their nats per token; empty: target_length alone",
+    )
+    length_weights: list[float] = setting([], "the weight of each of the lengths, above 0; empty: all the same")
+    max_short_perplexity_increase: float | None = setting(
+        None,
+        "a search's guard on short inputs: a candidate whose perplexity on the first original_length tokens exceeds the "
+        "unscaled model's by more than this part of it (0.05 = 5 %) ranks after all others; null = no guard",
+    )
 
     def check(self, length_tokens: int) -> None:
         """Raise InputError unless windows of `length_tokens` can be scored so."""

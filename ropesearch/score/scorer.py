@@ -8,7 +8,8 @@ hidden states of the piece under way exist. What is computed equals transformers
 
 import inspect
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -42,8 +43,12 @@ def score_windows(
     windows: "Windows",
     config: ScoringConfig,
     on_window: Callable[[int], None] | None = None,
+    spans: Sequence[tuple[int, int]] | None = None,
 ) -> Score:
     """Score `windows` under whatever table is installed; `on_window(index)` is called when a window is done.
+
+    Scored are the positions start .. stop - 1 of `spans`, which become edges of blocks beside the equal ones; without,
+    those that `config` says. The rest of a window does not influence them.
 
     Position 0 of a window is never scored: nothing predicts it. The logits are float32 in the loss whatever the model's
     dtype; nats are summed in float64. Raises InputError for a configuration or token ids that do not fit, ScoringError
@@ -52,21 +57,29 @@ def score_windows(
     length_tokens = windows.length_tokens
     config.check(length_tokens)
     check_vocabulary(windows, _vocabulary_tokens(loaded.model))
-    first_scored = 1 if config.last_tokens is None else length_tokens - config.last_tokens
     edges = block_edges(length_tokens, config.num_blocks)
-    # Where each block's scored tokens begin and end in the array of scored nats (empty before the first scored one).
-    bounds = np.maximum(edges, first_scored) - first_scored
-    nats = np.zeros((windows.num_windows, config.num_blocks), dtype=np.float64)
+    if spans is None:
+        spans = [(0 if config.last_tokens is None else length_tokens - config.last_tokens, length_tokens)]
+    else:
+        edges = np.union1d(edges, np.array(spans, dtype=np.int64))
+    scored = np.zeros(length_tokens, dtype=np.bool_)
+    for start, stop in spans:
+        scored[start:stop] = True
+    scored[0] = False
+    first_scored = int(np.argmax(scored))
+    blocks = [slice(start, stop) for start, stop in pairwise(edges.tolist())]
+    nats = np.zeros((windows.num_windows, len(blocks)), dtype=np.float64)
     chunk_tokens = length_tokens if config.chunk_tokens is None else min(config.chunk_tokens, length_tokens)
     for index in range(windows.num_windows):
         token_ids = torch.from_numpy(windows.token_ids[index].astype(np.int64))
         scored_nats, chunk_tokens = _nats_in_memory(loaded.model, token_ids, first_scored, chunk_tokens)
         _check_finite(scored_nats, index, windows.documents[index], first_scored, edges)
-        for block in range(config.num_blocks):
-            nats[index, block] = scored_nats[bounds[block] : bounds[block + 1]].sum()
+        position_nats = np.concatenate([np.zeros(first_scored), scored_nats])
+        for place, block in enumerate(blocks):
+            nats[index, place] = position_nats[block][scored[block]].sum()
         if on_window is not None:
             on_window(index)
-    tokens = np.broadcast_to(np.diff(bounds), nats.shape)
+    tokens = np.broadcast_to(np.array([scored[block].sum() for block in blocks]), nats.shape)
     return Score(nats=nats, tokens=tokens, block_edges=edges)
 
 
@@ -80,7 +93,9 @@ def forward_equivalent_tokens(windows: "Windows") -> int:
     return windows.num_windows * windows.length_tokens
 
 
-def scoring_identity(model: ModelConfig, windows: "Windows", config: ScoringConfig) -> dict[str, Any]:
+def scoring_identity(
+    model: ModelConfig, windows: "Windows", config: ScoringConfig, spans: Sequence[tuple[int, int]] | None = None
+) -> dict[str, Any]:
     """All that a score depends on besides regime and weights, as JSON values: equal identities, comparable scores."""
     return {
         "dtype": model.dtype.name,
@@ -88,6 +103,7 @@ def scoring_identity(model: ModelConfig, windows: "Windows", config: ScoringConf
         "chunk_tokens": config.chunk_tokens,
         "last_tokens": config.last_tokens,
         "num_blocks": config.num_blocks,
+        **({} if spans is None else {"spans": [list(span) for span in spans]}),
         "length_tokens": windows.length_tokens,
         "windows": windows.fingerprint,
     }

@@ -16,11 +16,14 @@ from ropesearch.search.sampler import CandidateSampler, Past, Scored, check_at_l
 from ropesearch.search.space import Candidate, Space
 from ropesearch.seeding import stream
 
+# Spacings of equal factors lie far out, where a move changes nothing: the mean begins no further out than this.
+_FLAT = 1.0
+
 
 class CMAESSampler(CandidateSampler):
     """CMA-ES (Hansen 2016) on a space's coordinates (see coordinates.py), from the `cmaes` package.
 
-    It begins at the best seed that is scored. A generation is the next num_population scored candidates by number, so
+    It begins near the best seed that is scored, its plateaus slightly tilted. A generation is the next num_population scored candidates by number, so
     failed ones leave no gap. There is no state: all generations are replayed for every proposal, each candidate drawn
     again from its own stream. Where that does not give the candidate that was scored (one was known already, or other
     workers had finished meanwhile), its coordinates are told instead. A coordinate with few values is drawn afresh with
@@ -56,7 +59,7 @@ class CMAESSampler(CandidateSampler):
         """The strategy after all whole generations of the study."""
         seeds = [entry for entry in past.scored if entry.candidate in self.seeds]
         told = sorted((entry for entry in past.scored if entry.candidate not in self.seeds), key=lambda x: x.number)
-        start = seeds[0].candidate if seeds else (self.seeds or [None])[0]
+        start = seeds[0].candidate if seeds else next(iter(self.seeds), None)
         strategy = self._begun(start)
         num_population = self.config.num_population
         worst = max((entry.value for entry in past.scored), default=0.0)
@@ -69,10 +72,8 @@ class CMAESSampler(CandidateSampler):
 
     def _begun(self, start: Candidate | None) -> cmaes.CMA:
         num_coordinates = self._coordinates.num_coordinates
-        mean = np.zeros(num_coordinates) if start is None else self._coordinates.of(start)
-        return cmaes.CMA(
-            mean=mean, sigma=self.config.initial_sigma, population_size=self.config.num_population, seed=0
-        )
+        mean = np.zeros(num_coordinates) if start is None else np.minimum(self._coordinates.of(start), _FLAT)
+        return cmaes.CMA(mean=mean, sigma=self.config.initial_sigma, population_size=self.config.num_population, seed=0)
 
     def _told(self, strategy: cmaes.CMA, entry: Scored) -> NDArray[np.float64]:
         asked = self._asked(strategy, entry.number - self._num_baselines)

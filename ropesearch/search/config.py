@@ -48,7 +48,9 @@ class OptimizerConfig:
 class EvolutionConfig(OptimizerConfig):
     """LongRoPE's evolution; the defaults are the paper's."""
 
-    num_population: int = setting(64, "candidates before the first generation: the seeds (linear, NTK, YaRN) and mutants of these")
+    num_population: int = setting(
+        64, "candidates before the first generation: the seeds (linear, NTK, YaRN) and mutants of these"
+    )
     num_parents: int = setting(32, "best candidates of everything finished that a generation takes its parents from")
     num_mutations: int = setting(16, "mutants per generation")
     num_crossovers: int = setting(16, "crossovers per generation")
@@ -71,9 +73,7 @@ class TPEConfig(OptimizerConfig):
     """Optuna's tree-structured Parzen estimator."""
 
     num_candidates: int = setting(1344, "candidates after which the search ends, the seeds included")
-    num_startup: int = setting(
-        32, "scored candidates before the estimator: the seeds, and draws near the best of them"
-    )
+    num_startup: int = setting(32, "scored candidates before the estimator: the seeds, and draws near the best of them")
     num_draws: int = setting(24, "draws from the density of good candidates, of which the most promising is proposed")
 
 
@@ -82,9 +82,9 @@ class CMAESConfig(OptimizerConfig):
     """CMA-ES, begun at the best seed."""
 
     num_candidates: int = setting(1344, "candidates after which the search ends, the seeds included")
-    num_population: int = setting(16, "scored candidates per generation")
+    num_population: int = setting(12, "scored candidates per generation")
     initial_sigma: float = setting(
-        0.3, "standard deviation of the first generation, in those of a random candidate's coordinates"
+        0.5, "standard deviation of the first generation, in those of a random candidate's coordinates"
     )
 
 

@@ -11,18 +11,20 @@ from scipy.special import log_ndtr, ndtr, ndtri, ndtri_exp
 from ropesearch.errors import InputError
 from ropesearch.search.space import Candidate, Space
 
+_FAR = 37.0  # beyond it neither side of the normal distribution is in float64
+
 
 class Coordinates:
     """The way between the candidates of a space and real vectors of `num_coordinates`.
 
     The factors of m pairs are m order statistics of the uniform distribution over [0, ln max_factor], rounded to the
-    grid. Coordinates come from the known recursion (Devroye 1986, ch. V.3): given the order statistic above it, the
-    k-th from below is that times U^(1/k), U uniform. So all non-decreasing sequences of log factors are equally likely.
-    Where the numbers of retained pairs are searched, each number is as likely as any other, and the factors between lie
-    strictly between 1 and the ratio. Attention factor and retained tokens are uniform over their choices.
+    grid, so all non-decreasing sequences of log factors are equally likely. Their m + 1 spacings are independent
+    exponential variables divided by the sum of these (Devroye 1986, ch. V.2); -ln Phi(x) of a normal x is exponential,
+    it grows with x^2 / 2 on the left and vanishes on the right. Where the numbers of retained pairs are searched, each
+    number is as likely as any other, and the factors between lie strictly between 1 and the ratio. Attention factor
+    and retained tokens are uniform over their choices.
 
-    The order is: number of pairs at 1, at the ratio, searched pairs, attention factor, retained tokens, each if
-    searched.
+    The order is: number of pairs at 1, at the ratio, spacings, attention factor, retained tokens, each if searched.
     """
 
     def __init__(self, space: Space) -> None:
@@ -36,7 +38,7 @@ class Coordinates:
         edges = np.concatenate([logs[:1], middles, logs[-1:]])[self._lowest : self._highest + 2]
         self._edges = (edges - edges[0]) / (edges[-1] - edges[0])  # of each step's cell, as parts of the whole range
         self.num_coordinates = (
-            self._num_genes + self._num_free + space.searches_attention + (len(space.retained_choices) > 1)
+            self._num_genes + self._num_free + 1 + space.searches_attention + (len(space.retained_choices) > 1)
         )
 
     @property
@@ -57,11 +59,10 @@ class Coordinates:
         space = self.space
         num_low = _choice(left.pop(0), self._num_free + 1) if space.searches_pairs_at_one else 0
         num_high = _choice(left.pop(0), self._num_free - num_low + 1) if space.searches_pairs_at_ratio else 0
-        between = np.array(left[num_low : self._num_free - num_high])
-        # ln of each order statistic, from the highest down.
-        logs = np.cumsum((log_ndtr(between) / np.arange(1, len(between) + 1))[::-1])[::-1]
-        steps = self._lowest + np.searchsorted(self._edges[1:-1], np.exp(logs), side="right")
-        left = left[self._num_free :]
+        spacings = _exponential(np.array(left[num_low : self._num_free - num_high + 1]))
+        statistics = np.cumsum(spacings)[:-1] / spacings.sum()
+        steps = self._lowest + np.searchsorted(self._edges[1:-1], statistics, side="right")
+        left = left[self._num_free + 1 :]
         attention = _choice(left.pop(0), space.max_attention_steps + 1) if space.searches_attention else 0
         position = _choice(left.pop(0), len(space.retained_choices)) if left else 0
         factor_steps = (
@@ -75,7 +76,7 @@ class Coordinates:
         """float64 (num_coordinates,), all finite, with candidate(of(c)) == c.
 
         Pairs of equal factors are spread evenly over their grid step, and other choices lie in the middle of theirs.
-        Coordinates of pairs that are retained are 0.
+        Coordinates without a meaning for it, as pairs are retained, are 0.
         """
         space = self.space
         steps = np.array(candidate.factor_steps[space.free_pairs])
@@ -92,15 +93,21 @@ class Coordinates:
         place = np.arange(counts.sum()) - np.repeat(starts, counts)
         low, high = np.repeat(self._edges[cells], counts), np.repeat(self._edges[cells + 1], counts)
         statistics = low + (place + 0.5) / np.repeat(counts, counts) * (high - low)
-        ratios = np.diff(np.log(np.append(statistics, 1.0)))
-        between = ndtri_exp(-ratios * np.arange(1, len(ratios) + 1))
-        values += [*[0.0] * num_low, *between.tolist(), *[0.0] * num_high]
+        spacings = np.diff(np.concatenate([[0.0], statistics, [1.0]]))
+        scores = ndtri_exp(-spacings * len(spacings))
+        values += [*[0.0] * num_low, *scores.tolist(), *[0.0] * num_high]
         if space.searches_attention:
             values.append(_middle(candidate.attention_steps, space.max_attention_steps + 1))
         if len(space.retained_choices) > 1:
             position = space.retained_choices.index(candidate.retained_tokens)
             values.append(_middle(position, len(space.retained_choices)))
         return np.array(values)
+
+
+def _exponential(scores: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Standard exponential variables, positive and finite, at normal scores."""
+    variables: NDArray[np.float64] = -log_ndtr(np.clip(scores, -_FAR, _FAR))
+    return variables
 
 
 def _choice(score: float, num_choices: int) -> int:

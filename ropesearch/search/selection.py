@@ -8,6 +8,7 @@ from optuna.trial import FrozenTrial
 
 from ropesearch.errors import InputError, NothingScoredError, ScoringError
 from ropesearch.rope.regime import Regime
+from ropesearch.score.objective import Objective
 from ropesearch.score.score import Score
 from ropesearch.search.config import SelectionConfig
 from ropesearch.search.ownership import claimed
@@ -21,7 +22,10 @@ _POLL_SECONDS = 0.2
 
 @dataclass(frozen=True, slots=True)
 class Finalist:
-    """A trial with its scores on search and selection windows; `failure` says why there is none on the latter."""
+    """A trial with its scores on search and selection windows; `failure` says why there is none on the latter.
+
+    `excess_nats` is by how many nats per token it exceeds what the objective's guard allows on the selection windows.
+    """
 
     trial_number: int
     method: str
@@ -29,6 +33,7 @@ class Finalist:
     search_score: Score
     selection_score: Score | None = None
     failure: str | None = None
+    excess_nats: float | None = None
 
 
 def check_selection(config: SelectionConfig) -> None:
@@ -57,16 +62,17 @@ def score_finalists(
     finalists: Sequence[Finalist],
     evaluate: Callable[[Regime, str], Score],
     on_scored: Callable[[Finalist, float], None],
+    objective: Objective,
 ) -> list[Finalist]:
     """Score finalists on the selection windows, best first; those that could not be scored come last. `on_scored` gets
     each with the fraction that is done.
 
     Each score is kept in the study when it is known, under the exact values of its regime, so nothing is scored twice:
     not after a kill, not for two finalists with the same values, and not by two workers (each claims what it scores).
-    Equal scores are ordered by search score, then by trial number, so a baseline wins against a candidate that is the
-    same.
+    Those that break the objective's guard there come after all that keep it. Equal scores are ordered by search score,
+    then by trial number, so a baseline wins against a candidate that is the same.
 
-    Raises NothingScoredError when none could be scored.
+    Raises NothingScoredError when none could be scored, or with a guard not the unscaled model, trial 0.
     """
     waiting = list(finalists)
     done: list[Finalist] = []
@@ -87,7 +93,20 @@ def score_finalists(
         raise NothingScoredError(
             f"none of {len(done)} finalists could be scored on the selection windows: {'; '.join(reasons)}"
         )
-    return sorted(done, key=_order)
+    if objective.guarded_tokens is not None:
+        unscaled = next((finalist.selection_score for finalist in done if finalist.trial_number == 0), None)
+        if unscaled is None:
+            raise NothingScoredError(
+                "the unscaled model could not be scored on the selection windows, and the guard on short inputs is "
+                "measured against it; ask without objective.max_short_perplexity_increase"
+            )
+        done = [
+            finalist
+            if finalist.selection_score is None
+            else replace(finalist, excess_nats=objective.excess_nats(finalist.selection_score, unscaled))
+            for finalist in done
+        ]
+    return sorted(done, key=lambda finalist: _order(finalist, objective))
 
 
 def _scored(opened: OpenStudy, finalist: Finalist, evaluate: Callable[[Regime, str], Score]) -> Finalist | None:
@@ -111,11 +130,12 @@ def _scored(opened: OpenStudy, finalist: Finalist, evaluate: Callable[[Regime, s
     return replace(finalist, selection_score=Score.from_json(recorded["score"]))
 
 
-def _order(finalist: Finalist) -> tuple[bool, float, float, int]:
+def _order(finalist: Finalist, objective: Objective) -> tuple[bool, float, float, float, int]:
     score = finalist.selection_score
     return (
         score is None,
-        0.0 if score is None else score.nats_per_token,
-        finalist.search_score.nats_per_token,
+        max(0.0, finalist.excess_nats or 0.0),
+        0.0 if score is None else objective.value(score),
+        objective.value(finalist.search_score),
         finalist.trial_number,
     )

@@ -257,7 +257,9 @@ def _retained_pairs(key: str, value: int | str, num_pairs: int) -> tuple[int, bo
     if value == "search":
         return 0, True
     if not isinstance(value, int) or not 0 <= value < num_pairs:
-        raise InputError(f"{key}: expected 'search' or from 0 to {num_pairs - 1} of the {num_pairs} pairs, got {value!r}")
+        raise InputError(
+            f"{key}: expected 'search' or from 0 to {num_pairs - 1} of the {num_pairs} pairs, got {value!r}"
+        )
     return value, False
 
 

@@ -20,6 +20,7 @@ SECONDS = "seconds"  # that the scoring took
 COST = "num_forward_equivalent_tokens"  # that the scoring took; 0 where a score was reused
 REUSED_FROM = "reused_from"  # number of the trial whose score it took over, where the same regime had been scored
 SCORE = "score"  # nats and tokens by window and position block; written last, before the trial is finished
+GUARD = "short_excess_nats"  # a constraint, not an attribute: nats per token above what the objective's guard allows
 FAILURE = "failure"  # why it could not be scored; likewise
 
 
@@ -81,7 +82,7 @@ def is_searched(trial: FrozenTrial) -> bool:
 
 def violation(trial: FrozenTrial) -> float:
     """By how much a trial violates its constraints, in nats per token; 0.0 where it meets them or has none."""
-    return max((0.0, *trial.constraints.values()))
+    return float(max((0.0, *trial.constraints.values())))
 
 
 def rank(trial: FrozenTrial) -> tuple[float, float, int]:

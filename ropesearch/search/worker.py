@@ -16,6 +16,7 @@ from optuna.trial import FrozenTrial, TrialState
 
 from ropesearch.errors import NothingScoredError, ScoringError
 from ropesearch.rope.regime import Regime
+from ropesearch.score.objective import Objective
 from ropesearch.score.score import Score
 from ropesearch.search.baselines import baseline_regimes
 from ropesearch.search.budget import Budget, spent_tokens
@@ -30,6 +31,7 @@ from ropesearch.search.trials import (
     CANDIDATE,
     COST,
     FAILURE,
+    GUARD,
     METHOD,
     OWNER,
     REGIME,
@@ -42,6 +44,7 @@ from ropesearch.search.trials import (
     recorded_regime,
     recorded_score,
     regime_json,
+    violation,
 )
 
 SEARCH = "search"
@@ -79,7 +82,8 @@ class SearchResult:
     which it is: "searched", or the name of a baseline that no candidate could beat. `search_scores` holds the
     baselines' and the best candidate's scores by method; `finalists` all that were scored on the selection windows,
     best first; `course` the number and nats per token of every scored candidate, in order. Tokens and failures are
-    counted over the trials on the search windows.
+    counted over the trials on the search windows. `num_candidates_in_guard` says how many candidates keep the objective's
+    guard there, None without one.
     """
 
     regime: Regime
@@ -92,6 +96,8 @@ class SearchResult:
     num_failed: int
     num_forward_equivalent_tokens: int
     stopped_because: str
+    objective: Objective
+    num_candidates_in_guard: int | None
 
 
 def run_search(
@@ -103,17 +109,19 @@ def run_search(
     fingerprints: Mapping[str, Any],
     budget: BudgetConfig,
     selection: SelectionConfig,
+    objective: Objective = Objective(),
     on_event: Callable[[SearchEvent], None] = lambda event: None,
 ) -> SearchResult:
     """Work on the search in `run_folder` until it is finished; begin it, join it, or go on with it as needed.
 
     `evaluate(regime, split)` scores a regime on the "search" or "selection" windows and raises ScoringError when it
-    cannot; a score on the search windows costs `cost_tokens` forward-equivalent tokens. For `fingerprints` see
-    `open_study`. A finished search is only read.
+    cannot; a score on the search windows costs `cost_tokens` forward-equivalent tokens, and `objective` makes a value of
+    it. A guard of the objective is a constraint of the trial, measured against trial 0, the unscaled model. For
+    `fingerprints` see `open_study`. A finished search is only read.
 
     Raises:
         InputError: the folder holds another search or a damaged one, or a limit is out of range.
-        NothingScoredError: no trial, or none of the finalists, could be scored.
+        NothingScoredError: no trial, or none of the finalists, could be scored, or with a guard not the unscaled model.
     """
     space = sampler.space
     baselines = baseline_regimes(space.geometry, space.target_length)
@@ -121,7 +129,7 @@ def run_search(
     limits = Budget(budget, sampler, cost_tokens, len(baselines))
     opened = open_study(run_folder, fingerprints, sampler)
     with working(run_folder) as name:
-        worker = _Worker(opened, sampler, evaluate, cost_tokens, limits, baselines, name, on_event)
+        worker = _Worker(opened, sampler, evaluate, cost_tokens, limits, baselines, objective, name, on_event)
         worker.work()
         trials = worker.trials()
         scored = ranked(trials)
@@ -129,7 +137,7 @@ def run_search(
             reasons = sorted({str(trial.user_attrs.get(FAILURE)) for trial in trials})
             raise NothingScoredError(f"none of {len(trials)} trials could be scored: {'; '.join(reasons)}")
         chosen = choose_finalists(trials, selection, space.target_length)
-        finalists = score_finalists(opened, chosen, evaluate, worker.report_finalist)
+        finalists = score_finalists(opened, chosen, evaluate, worker.report_finalist, objective)
     best_candidates = [trial for trial in scored if is_searched(trial)][:1]
     shown = [*(trial for trial in trials if not is_searched(trial)), *best_candidates]
     scores = {trial.user_attrs[METHOD]: recorded_score(trial) for trial in shown}
@@ -145,6 +153,10 @@ def run_search(
         num_failed=sum(trial.state is TrialState.FAIL for trial in trials),
         num_forward_equivalent_tokens=spent_tokens(trials),
         stopped_because=limits.reached(trials) or "",
+        objective=objective,
+        num_candidates_in_guard=None
+        if objective.guarded_tokens is None
+        else sum(is_searched(trial) and violation(trial) == 0 for trial in scored),
     )
 
 
@@ -156,6 +168,7 @@ class _Worker:
     cost_tokens: int
     limits: Budget
     baselines: Sequence[Regime]
+    objective: Objective
     name: str
     on_event: Callable[[SearchEvent], None]
 
@@ -234,7 +247,10 @@ class _Worker:
             recorded = {**recorded, **with_outcome}
         if SCORE in recorded:
             score = Score.from_json(recorded[SCORE])
-            self.opened.study.tell(trial, score.nats_per_token)
+            excess = self.objective.excess_nats(score, score if trial.number == 0 else self._unscaled_score())
+            if excess is not None and GUARD not in trial.constraints:
+                trial.set_constraint(GUARD, excess)
+            self.opened.study.tell(trial, self.objective.value(score))
             self._report(SEARCH, trial.number, recorded[METHOD], score, None)
         else:
             self.opened.study.tell(trial, state=TrialState.FAIL)
@@ -263,12 +279,32 @@ class _Worker:
             running = [twin for twin in twins if twin.number < number and not twin.state.is_finished()]
             if not running:
                 return None
-            with exclusive(self.opened.run_folder):
-                adopted = self._adopt(self.trials(), running[0].number)
-            if adopted is not None:
-                self._finish(adopted)
-            else:
-                time.sleep(_POLL_SECONDS)
+            self._adopt_or_wait(running[0].number)
+
+    def _unscaled_score(self) -> Score | None:
+        """Trial 0's score, where the objective has a guard; waited for while another worker is at it."""
+        if self.objective.guarded_tokens is None:
+            return None
+        while True:
+            trial = self.trials()[0]
+            if trial.state is TrialState.COMPLETE:
+                return recorded_score(trial)
+            if trial.state is TrialState.FAIL:
+                raise NothingScoredError(
+                    "the unscaled model could not be scored on the search windows, and the guard on short inputs is "
+                    f"measured against it: {trial.user_attrs.get(FAILURE)}; ask without "
+                    "objective.max_short_perplexity_increase"
+                )
+            self._adopt_or_wait(0)
+
+    def _adopt_or_wait(self, number: int) -> None:
+        """Finish an earlier trial whose worker died, or wait a little for the one that is at it."""
+        with exclusive(self.opened.run_folder):
+            adopted = self._adopt(self.trials(), number)
+        if adopted is not None:
+            self._finish(adopted)
+        else:
+            time.sleep(_POLL_SECONDS)
 
     def report_finalist(self, finalist: Finalist, fraction: float) -> None:
         """Tell that a finalist was scored on the selection windows."""
@@ -291,7 +327,7 @@ class _Worker:
                 split=split,
                 trial_number=number,
                 method=method,
-                nats_per_token=None if score is None else score.nats_per_token,
+                nats_per_token=None if score is None else self.objective.value(score),
                 failure=failure,
                 best_nats_per_token=best[0].values[0] if best else None,
                 best_method=best[0].user_attrs[METHOD] if best else None,

@@ -10,8 +10,8 @@ from ropesearch.errors import InputError
 from ropesearch.rope import methods
 from ropesearch.search.baselines import baseline_regimes
 from ropesearch.search.config import EvolutionConfig, SpaceConfig
-from ropesearch.search.parameters import parameters
 from ropesearch.search.evolution import EvolutionSampler
+from ropesearch.search.parameters import parameters
 from ropesearch.search.space import Candidate, Space
 from ropesearch.search.trials import CANDIDATE, candidate_json
 from ropesearch.seeding import stream
