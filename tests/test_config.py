@@ -21,6 +21,7 @@ from ropesearch.artifact.config import VerifyLevel, WeightsMode
 from ropesearch.config import JOBS, Key, compose, conf_folder, groups_of, keys_of, plain, type_name
 from ropesearch.errors import InputError
 from ropesearch.model.config import DType
+from ropesearch.search.config import OPTIMIZERS
 
 CORPUS_KEYS = [
     "corpus.path",
@@ -33,7 +34,14 @@ CORPUS_KEYS = [
     "corpus.num_held_out_windows",
     "corpus.max_documents",
 ]
-OBJECTIVE_KEYS = ["objective.last_tokens", "objective.chunk_tokens", "objective.num_blocks"]
+OBJECTIVE_KEYS = [
+    "objective.last_tokens",
+    "objective.chunk_tokens",
+    "objective.num_blocks",
+    "objective.lengths",
+    "objective.length_weights",
+    "objective.max_short_perplexity_increase",
+]
 ALL_KEYS = {
     "search": [
         "target_length",
@@ -49,9 +57,10 @@ ALL_KEYS = {
         "model.trust_remote_code",
         "model.original_length",
         *CORPUS_KEYS,
-        "space.name",
         "space.factor_step",
         "space.max_factor_over_ratio",
+        "space.num_pairs_at_one",
+        "space.num_pairs_at_ratio",
         "space.attention_factor",
         "space.attention_factor_max",
         "space.attention_factor_step",
@@ -62,6 +71,13 @@ ALL_KEYS = {
         "optimizer.num_crossovers",
         "optimizer.mutation_probability",
         "optimizer.num_generations",
+        "optimizer.num_candidates",  # random
+        "optimizer.num_candidates",  # tpe
+        "optimizer.num_startup",
+        "optimizer.num_draws",
+        "optimizer.num_candidates",  # cmaes
+        "optimizer.num_population",
+        "optimizer.initial_sigma",
         *OBJECTIVE_KEYS,
         "selection.num_finalists",
         "budget.num_trials",
@@ -75,6 +91,7 @@ ALL_KEYS = {
 }
 EACH_KEY = [(job_name, key) for job_name in JOBS for key in keys_of(JOBS[job_name].schema)]
 each_key = pytest.mark.parametrize(("job_name", "key"), EACH_KEY, ids=lambda value: getattr(value, "name", value))
+DEFAULTS = {"optimizer=evolution"}
 
 # What shells, YAML, Hydra and OmegaConf make something of, and a user may have in the name of a folder.
 ODD_TEXTS = [
@@ -151,6 +168,9 @@ def examples(key: Key) -> Iterator[tuple[str, Any]]:
             yield "[5]", [5]
             yield "[5, 6,7]", [5, 6, 7]
             yield "[]", []
+        elif kind == list[float]:
+            yield "[0.5]", [0.5]
+            yield "[0.5, 2]", [0.5, 2.0]
         elif kind == list[VerifyLevel]:
             yield "[table]", [VerifyLevel.table]
             yield "[logits,digest]", [VerifyLevel.logits, VerifyLevel.digest]
@@ -170,12 +190,17 @@ def test_nothing_given_gives_the_defaults_of_the_schema(job_name: str) -> None:
     assert compose(job_name, None, []) == JOBS[job_name].schema()
 
 
-@pytest.mark.parametrize("job_name", JOBS)
-def test_every_key_composes(job_name: str) -> None:
-    keys = list(keys_of(JOBS[job_name].schema))
+@pytest.mark.parametrize(
+    ("job_name", "preset"),
+    [*((name, None) for name in JOBS), *(("search", f"optimizer={name}") for name in OPTIMIZERS)],
+)
+def test_every_key_composes(job_name: str, preset: str | None) -> None:
+    chosen = {preset} if preset else DEFAULTS
+    keys = [key for key in keys_of(JOBS[job_name].schema) if key.preset is None or key.preset in chosen]
     rounds = [dict(zip([key.name for key in keys], texts, strict=True)) for texts in padded(keys)]
     for texts in rounds:
-        job = compose(job_name, None, [f"{name}={text}" for name, (text, _) in texts.items()])
+        given = [f"{name}={text}" for name, (text, _) in texts.items()]
+        job = compose(job_name, None, [*given, preset] if preset else given)
         for name, (_, value) in texts.items():
             assert value_at(job, name) == value and type(value_at(job, name)) is type(value), name
 
@@ -202,7 +227,7 @@ def test_ill_typed_values_are_refused(job_name: str, key: Key, text: str, monkey
     if str in kinds_of(key):
         return
     with pytest.raises(InputError) as caught:
-        compose(job_name, None, [f"{key.name}={text}"])
+        compose(job_name, None, [*([key.preset] if key.preset else []), f"{key.name}={text}"])
     assert str(caught.value).startswith(f"{key.name}: expected {type_name(key)}, got {text!r} (")
 
 
@@ -350,17 +375,35 @@ def test_any_word_is_a_setting_or_an_input_error(word: str) -> None:
 def test_presets_are_chosen_by_hydra_and_keys_win_over_them() -> None:
     job = compose("search", None, ["space.factor_step=0.02", "space=longrope"])
     assert job.space == dataclasses.replace(config.SearchJob().space, factor_step=0.02)
-    with pytest.raises(InputError, match=r"^space: expected one of longrope, got 'longrop'"):
+    with pytest.raises(InputError, match=r"^space: expected one of longrope, piecewise, got 'longrop'"):
         compose("search", None, ["space=longrop"])
+    job = compose("search", None, ["space=piecewise", "space.num_pairs_at_one=3"])
+    assert (job.space.num_pairs_at_one, job.space.num_pairs_at_ratio, job.space.max_factor_over_ratio) == (
+        3,
+        "search",
+        1,
+    )
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_each_optimizer_has_its_own_keys(name: str) -> None:
+    job = compose("search", None, [f"optimizer={name}"])
+    assert job.optimizer == OPTIMIZERS[name]() and type(job.optimizer) is OPTIMIZERS[name]
+    assert plain(job)["optimizer"] == {"name": name, **plain(job.optimizer)}
+    own = {field.name for field in dataclasses.fields(OPTIMIZERS[name])}
+    for key in keys_of(JOBS["search"].schema):
+        if key.preset and key.name.partition(".")[2] not in own:
+            with pytest.raises(InputError, match=rf"^{key.name}: a key of .*{key.preset}.*, got optimizer={name};"):
+                compose("search", None, [f"{key.name}=3", f"optimizer={name}"])
 
 
 def test_presets_are_the_files_of_conf() -> None:
     assert groups_of(JOBS["search"].schema) == {
         "model": ["causal_lm"],
         "corpus": ["documents"],
-        "space": ["longrope"],
-        "optimizer": ["evolution"],
-        "objective": ["perplexity"],
+        "space": ["longrope", "piecewise"],
+        "optimizer": ["cmaes", "evolution", "random", "tpe"],
+        "objective": ["guarded", "last_tokens", "perplexity"],
         "storage": ["journal"],
     }
 
@@ -369,7 +412,7 @@ def test_presets_are_the_files_of_conf() -> None:
 def test_every_file_of_conf_extends_a_schema_and_belongs_to_a_job(file: Path) -> None:
     defaults = yaml.safe_load(file.read_text())["defaults"]
     group = file.parent.name if file.parent != conf_folder() else None
-    assert defaults[0] == ("schema" if group else f"schema_{file.stem}")
+    assert defaults[0] == ("schema" if group and group != "optimizer" else f"schema_{file.stem}")
     assert file.stem in JOBS if group is None else any(group in groups_of(job.schema) for job in JOBS.values())
     for job_name, job in JOBS.items():
         if group in groups_of(job.schema):
@@ -416,6 +459,8 @@ def test_plain_is_json_by_key(job_name: str) -> None:
     values = plain(job)
     assert json.loads(json.dumps(values, allow_nan=False)) == values
     for key in keys_of(JOBS[job_name].schema):
+        if key.preset not in {None, *DEFAULTS}:
+            continue
         there = values
         for part in key.name.split("."):
             there = there[part]

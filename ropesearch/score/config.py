@@ -28,8 +28,8 @@ class ScoringConfig:
     length_weights: list[float] = setting([], "the weight of each of the lengths, above 0; empty: all the same")
     max_short_perplexity_increase: float | None = setting(
         None,
-        "a search's guard on short inputs: a candidate whose perplexity on the first original_length tokens exceeds the "
-        "unscaled model's by more than this part of it (0.05 = 5 %) ranks after all others; null = no guard",
+        "a search's guard on short inputs: a candidate whose perplexity on the first original_length tokens exceeds "
+        "the unscaled model's by more than this part of it (0.05 = 5 %) ranks after all others; null = no guard",
     )
 
     def check(self, length_tokens: int) -> None:

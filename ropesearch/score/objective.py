@@ -98,7 +98,8 @@ def objective_of(config: ScoringConfig, target_length: int, original_length: int
         )
     if weights and len(weights) != len(config.lengths):
         raise InputError(
-            f"objective.length_weights: expected one for each of the {len(config.lengths)} objective.lengths, got {weights}"
+            f"objective.length_weights: expected one for each of the {len(config.lengths)} objective.lengths, "
+            f"got {weights}"
         )
     if not all(math.isfinite(weight) and weight > 0 for weight in weights):
         raise InputError(f"objective.length_weights: expected finite numbers above 0, got {weights}")

@@ -50,6 +50,7 @@ from ropesearch.search.trials import (
 SEARCH = "search"
 
 _POLL_SECONDS = 0.2
+_NATS_PER_TOKEN = Objective()
 
 Evaluate = Callable[[Regime, str], Score]
 
@@ -82,8 +83,8 @@ class SearchResult:
     which it is: "searched", or the name of a baseline that no candidate could beat. `search_scores` holds the
     baselines' and the best candidate's scores by method; `finalists` all that were scored on the selection windows,
     best first; `course` the number and nats per token of every scored candidate, in order. Tokens and failures are
-    counted over the trials on the search windows. `num_candidates_in_guard` says how many candidates keep the objective's
-    guard there, None without one.
+    counted over the trials on the search windows. `num_candidates_in_guard` says how many candidates keep the
+    objective's guard there, None without one.
     """
 
     regime: Regime
@@ -109,14 +110,14 @@ def run_search(
     fingerprints: Mapping[str, Any],
     budget: BudgetConfig,
     selection: SelectionConfig,
-    objective: Objective = Objective(),
+    objective: Objective = _NATS_PER_TOKEN,
     on_event: Callable[[SearchEvent], None] = lambda event: None,
 ) -> SearchResult:
     """Work on the search in `run_folder` until it is finished; begin it, join it, or go on with it as needed.
 
     `evaluate(regime, split)` scores a regime on the "search" or "selection" windows and raises ScoringError when it
-    cannot; a score on the search windows costs `cost_tokens` forward-equivalent tokens, and `objective` makes a value of
-    it. A guard of the objective is a constraint of the trial, measured against trial 0, the unscaled model. For
+    cannot; a score on the search windows costs `cost_tokens` forward-equivalent tokens, and `objective` makes a value
+    of it. A guard of the objective is a constraint of the trial, measured against trial 0, the unscaled model. For
     `fingerprints` see `open_study`. A finished search is only read.
 
     Raises:
