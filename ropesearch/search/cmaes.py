@@ -24,11 +24,11 @@ class CMAESSampler(CandidateSampler):
     """CMA-ES (Hansen 2016) on a space's coordinates (see coordinates.py), from the `cmaes` package.
 
     It begins near the best seed that is scored, its plateaus slightly tilted. A generation is the next num_population
-    scored candidates by number, so failed ones leave no gap. There is no state: all generations are replayed for every proposal, each candidate drawn
-    again from its own stream. Where that does not give the candidate that was scored (one was known already, or other
-    workers had finished meanwhile), its coordinates are told instead. A coordinate with few values is drawn afresh with
-    probability 1 / num_population, or it would freeze (cf. Hamano et al. 2022, CMA-ES with margin). Where the strategy
-    has converged, it begins again at the best candidate.
+    scored candidates by number, so failed ones leave no gap. There is no state: all generations are replayed for every
+    proposal, each candidate drawn again from its own stream. Where that does not give the candidate that was scored
+    (one was known already, or other workers had finished meanwhile), its coordinates are told instead. A coordinate
+    with few values is drawn afresh with probability 1 / num_population, or it would freeze (compare the CMA-ES with
+    margin, Hamano et al. 2022). Where the strategy has converged, it begins again at the best candidate.
 
     Raises InputError when the configuration cannot be run.
     """

@@ -9,7 +9,7 @@ from ropesearch.search.operators import cross, mutate, nearest_new
 from ropesearch.search.space import Candidate, Space
 from ropesearch.seeding import stream
 from tests.search.analytic import TARGET_LENGTH, make_geometry
-from tests.search.test_space import candidates
+from tests.search.test_space import SPACES, candidates
 
 SPACE = Space(make_geometry(), TARGET_LENGTH, SpaceConfig(retained_tokens=[0, 4, 8]))
 LARGE = Space(make_geometry(64), TARGET_LENGTH, SpaceConfig())
@@ -17,14 +17,29 @@ TINY = Space(make_geometry(2), 512, SpaceConfig(factor_step=0.5, attention_facto
 seeds = st.integers(0, 2**32)
 
 
-@settings(deadline=None)
-@given(st.data(), seeds, st.floats(0.01, 1), st.integers(1, 12))
-def test_children_lie_in_the_space(data: st.DataObject, seed: int, probability: float, reach: int) -> None:
-    first, second = data.draw(candidates(SPACE)), data.draw(candidates(SPACE))
+@settings(deadline=None, max_examples=200)
+@given(st.data(), st.sampled_from(sorted(SPACES)), seeds, st.floats(0.01, 1), st.integers(1, 12))
+def test_children_lie_in_the_space(data: st.DataObject, name: str, seed: int, probability: float, reach: int) -> None:
+    space = SPACES[name]
+    first, second = data.draw(candidates(space)), data.draw(candidates(space))
     rng = stream(seed, "test")
     for _ in range(8):
-        assert SPACE.contains(mutate(SPACE, first, probability, reach, rng))
-        assert SPACE.contains(cross(SPACE, first, second, probability, rng))
+        assert space.contains(mutate(space, first, probability, reach, rng))
+        assert space.contains(cross(space, first, second, probability, rng))
+
+
+def test_the_ends_of_the_searched_pairs_move_where_they_are_searched() -> None:
+    """By two pairs or so, as often as asked, and both ways."""
+    space = Space(make_geometry(32), TARGET_LENGTH, SpaceConfig(num_pairs_at_one="search"))
+    parent = Candidate((*[0] * 10, *range(200, 860, 30)), 250, 0)
+    rng = stream(0, "test")
+    moved = [mutate(space, parent, 0.02, 1, rng).factor_steps for _ in range(4000)]
+    more = [steps for steps in moved if steps.count(0) > 10 and steps[20:] == parent.factor_steps[20:]]
+    fewer = [steps for steps in moved if steps.count(0) < 10 and steps[10:] == parent.factor_steps[10:]]
+    assert 20 < len(more) < 80 and 20 < len(fewer) < 80
+    lengths = [abs(steps.count(0) - 10) for steps in more + fewer]
+    assert 1 < np.mean(lengths) < 3
+    assert all(0 < steps[9] <= 200 for steps in fewer)  # freed pairs lie between 1 and the first factor beyond
 
 
 @pytest.mark.parametrize("probability", [0.1, 0.3, 0.7])

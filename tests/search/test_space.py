@@ -1,3 +1,4 @@
+import itertools
 import math
 
 import numpy as np
@@ -18,15 +19,38 @@ RETAINED = [0, 1, 2, 4, 8]
 SPACE = Space(GEOMETRY, TARGET_LENGTH, SpaceConfig())
 WIDE = Space(GEOMETRY, TARGET_LENGTH, SpaceConfig(retained_tokens=RETAINED))
 HELD = Space(GEOMETRY, TARGET_LENGTH, SpaceConfig(attention_factor="longrope"))
-spaces = st.sampled_from([SPACE, WIDE, HELD])
+PIECEWISE = {"num_pairs_at_one": "search", "num_pairs_at_ratio": "search", "max_factor_over_ratio": 1.0}
+SPACES = {
+    f"{name}{target if target != TARGET_LENGTH else ''}": Space(GEOMETRY, target, SpaceConfig(**change))  # type: ignore[arg-type]
+    for target in (TARGET_LENGTH, 2050)  # a ratio off the grid: 8.0078125
+    for name, change in {
+        "longrope": {},
+        "held attention": {"attention_factor": "yarn"},
+        "paper": {"retained_tokens": [0, 1, 2, 4, 8, 12, 16, 20, 24, 28, 32, 64, 128, 256]},
+        "first held": {"num_pairs_at_one": 3},
+        "first searched": {"num_pairs_at_one": "search", "retained_tokens": [0, 8]},
+        "both held": {"num_pairs_at_one": 3, "num_pairs_at_ratio": 4, "max_factor_over_ratio": 1.0},
+        "last held": {"num_pairs_at_ratio": 2, "max_factor_over_ratio": 1.0, "attention_factor": 1.1},
+        "piecewise": PIECEWISE,
+        "piecewise with tokens": {**PIECEWISE, "retained_tokens": [0, 4, 9], "attention_factor": "longrope"},
+        "last searched": {"num_pairs_at_one": 1, "num_pairs_at_ratio": "search", "max_factor_over_ratio": 1.0},
+        "coarse": {**PIECEWISE, "factor_step": 3.0, "attention_factor_step": 0.25},
+    }.items()
+}
+spaces = st.sampled_from([SPACE, WIDE, HELD, *SPACES.values()])
 anything = st.floats(allow_nan=True, allow_infinity=True)
 
 
 @st.composite
 def candidates(draw: st.DrawFn, space: Space) -> Candidate:
-    steps = draw(st.lists(st.integers(0, space.max_factor_steps), min_size=8, max_size=8))
+    num_free = len(range(space.num_pairs)[space.free_pairs])
+    ends = st.sampled_from([0, space.max_factor_steps])  # plateaus at the ends are what retained pairs are
+    steps = draw(
+        st.lists(st.one_of(st.integers(0, space.max_factor_steps), ends), min_size=num_free, max_size=num_free)
+    )
     attention = draw(st.integers(0, space.max_attention_steps))
-    return Candidate(tuple(sorted(steps)), attention, draw(st.sampled_from(space.retained_choices)))
+    held = [0] * space.num_pairs_at_one, [space.max_factor_steps] * space.num_pairs_at_ratio
+    return Candidate((*held[0], *sorted(steps), *held[1]), attention, draw(st.sampled_from(space.retained_choices)))
 
 
 def test_the_grid_is_the_papers() -> None:
@@ -88,6 +112,45 @@ def test_values_that_are_no_numbers() -> None:
 def test_a_vector_of_another_length_is_refused() -> None:
     with pytest.raises(InputError, match=r"expected shape \(9,\), got \(8,\)"):
         SPACE.decode([1.0] * 8)
+
+
+@pytest.mark.parametrize("name", SPACES)
+def test_held_pairs_have_their_exact_factors(name: str) -> None:
+    space = SPACES[name]
+    ratio = space.target_length / 256
+    for vector in (np.full(space.num_dimensions, 5.0), np.arange(space.num_dimensions)[::-1].astype(float)):
+        factors = space.regime(space.decode(vector)).factors
+        assert factors[: space.num_pairs_at_one] == (1.0,) * space.num_pairs_at_one
+        assert factors[8 - space.num_pairs_at_ratio :] == (ratio,) * space.num_pairs_at_ratio
+    if space.searches_pairs_at_ratio:
+        assert space.factor_grid[-1] == ratio
+        linear = space.repair(methods.linear(GEOMETRY, space.target_length))
+        assert space.regime(linear).factors[space.num_pairs_at_one :] == (ratio,) * (8 - space.num_pairs_at_one)
+
+
+def test_candidates_of_retained_pairs_are_counted_and_listed() -> None:
+    geometry = make_geometry(4)
+    for change, num in (
+        ({"num_pairs_at_one": 1}, math.comb(3 + 3, 3)),
+        ({"num_pairs_at_one": 1, "num_pairs_at_ratio": 1, "max_factor_over_ratio": 1.0}, math.comb(2 + 2, 2)),
+        (PIECEWISE, math.comb(4 + 2, 4)),  # as without retained pairs: they are counts of the pairs at either end
+    ):
+        space = Space(geometry, 512, SpaceConfig(factor_step=0.5, attention_factor=1.1, **change))  # type: ignore[arg-type]
+        steps = itertools.product(range(-1, space.max_factor_steps + 2), repeat=4)
+        listed = {each for each in steps if space.contains(Candidate(each, 0, 0))}
+        assert space.num_candidates == len(listed) == num
+
+
+@settings(deadline=None, max_examples=50)
+@given(st.lists(st.integers(-2, 12), min_size=4, max_size=4))
+def test_the_projection_with_held_pairs_is_the_nearest_candidate(factors: list[int]) -> None:
+    """Against all candidates of a small space, in least squares."""
+    change = {"num_pairs_at_one": 1, "num_pairs_at_ratio": 1, "max_factor_over_ratio": 1.0}
+    space = Space(make_geometry(4), 1024, SpaceConfig(factor_step=0.5, attention_factor=1.1, **change))  # type: ignore[arg-type]
+    found = np.array(space.regime(space.decode(factors)).factors)
+    pairs = [(low, high) for low in space.factor_grid for high in space.factor_grid if low <= high]
+    least = min((low - factors[1]) ** 2 + (high - factors[2]) ** 2 for low, high in pairs)
+    assert (found[1] - factors[1]) ** 2 + (found[2] - factors[2]) ** 2 <= least + 0.25 + 1e-9  # rounding: 2 * (step/2)^2
 
 
 FINE = Space(make_geometry(4), TARGET_LENGTH, SpaceConfig(attention_factor=1.0, factor_step=1e-4))
@@ -152,6 +215,13 @@ def test_held_attention_factors() -> None:
         ({"attention_factor": math.nan}, "got nan"),
         ({"attention_factor_max": 0.5}, "at least 1"),
         ({"attention_factor_step": 0.0}, "attention_factor_step"),
+        ({"num_pairs_at_one": -1}, "num_pairs_at_one: expected 'search' or from 0 to 7"),
+        ({"num_pairs_at_one": 8}, "num_pairs_at_one"),
+        ({"num_pairs_at_one": "many"}, "got 'many'"),
+        ({"num_pairs_at_ratio": 1}, "max_factor_over_ratio: expected 1 with pairs at the ratio"),
+        ({"num_pairs_at_ratio": "search"}, "max_factor_over_ratio: expected 1 with pairs at the ratio"),
+        ({"num_pairs_at_one": 4, "num_pairs_at_ratio": 4, "max_factor_over_ratio": 1}, "fewer than the 8 pairs"),
+        ({**PIECEWISE, "factor_step": 7.0}, "expected a factor between 1 and the ratio"),
         ({"retained_tokens": []}, "retained_tokens"),
         ({"retained_tokens": [-1, 0]}, "retained_tokens"),
         ({"retained_tokens": [TARGET_LENGTH + 1]}, "retained_tokens"),
