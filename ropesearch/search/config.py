@@ -82,7 +82,7 @@ class CMAESConfig(OptimizerConfig):
     """CMA-ES, begun at the best seed."""
 
     num_candidates: int = setting(1344, "candidates after which the search ends, the seeds included")
-    num_population: int = setting(12, "scored candidates per generation")
+    num_population: int = setting(8, "scored candidates per generation")
     initial_sigma: float = setting(
         0.5, "standard deviation of the first generation, in those of a random candidate's coordinates"
     )

@@ -237,6 +237,33 @@ def test_counts_out_of_range_are_refused(name: str, key: str) -> None:
         make_sampler(space, type(CONFIGS[name])(**{key: -1}), 0, [], 0)
 
 
+@cache
+def best_of(name: str, space_name: str, num_trials: int) -> list[float]:
+    """The least distance for seeds 0 to 2, with the sampler's own defaults but a population that fits."""
+    configs = {**{other: kind() for other, kind in OPTIMIZERS.items()}, "evolution": EvolutionConfig(num_population=16)}
+    space = Space(make_geometry(), TARGET_LENGTH, SPACES[space_name])
+    seeds = baseline_regimes(space.geometry, TARGET_LENGTH)[1:]
+    runs = [run(make_sampler(space, configs[name], seed, seeds, 0), num_trials) for seed in range(3)]
+    assert all(min(trial.values[0] for trial in trials[:3]) > 0.4 for trials in runs)  # the best of linear, NTK, YaRN
+    return [min(trial.values[0] for trial in trials) for trials in runs]
+
+
+@pytest.mark.parametrize(
+    ("name", "space_name", "num_trials"),
+    [
+        ("evolution", "longrope", 120),
+        ("tpe", "longrope", 60),
+        ("cmaes", "longrope", 110),
+        pytest.param("evolution", "piecewise", 160, marks=pytest.mark.slow),
+        pytest.param("tpe", "piecewise", 160, marks=pytest.mark.slow),
+        pytest.param("cmaes", "piecewise", 160, marks=pytest.mark.slow),
+    ],
+)
+def test_it_comes_nearer_to_the_optimum_than_random_draws(name: str, space_name: str, num_trials: int) -> None:
+    """At most half of what as many random candidates leave of the distance, in the mean over three seeds."""
+    assert np.mean(best_of(name, space_name, num_trials)) < 0.5 * np.mean(best_of("random", space_name, num_trials))
+
+
 def test_a_step_that_is_no_number_is_refused() -> None:
     space = Space(make_geometry(), TARGET_LENGTH, SpaceConfig())
     for sigma in (0.0, float("nan"), float("inf")):

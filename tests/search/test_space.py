@@ -150,7 +150,9 @@ def test_the_projection_with_held_pairs_is_the_nearest_candidate(factors: list[i
     found = np.array(space.regime(space.decode(factors)).factors)
     pairs = [(low, high) for low in space.factor_grid for high in space.factor_grid if low <= high]
     least = min((low - factors[1]) ** 2 + (high - factors[2]) ** 2 for low, high in pairs)
-    assert (found[1] - factors[1]) ** 2 + (found[2] - factors[2]) ** 2 <= least + 0.25 + 1e-9  # rounding: 2 * (step/2)^2
+    assert (found[1] - factors[1]) ** 2 + (
+        found[2] - factors[2]
+    ) ** 2 <= least + 0.25 + 1e-9  # rounding: 2 * (step/2)^2
 
 
 FINE = Space(make_geometry(4), TARGET_LENGTH, SpaceConfig(attention_factor=1.0, factor_step=1e-4))

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from optuna import Study
 from optuna.trial import TrialState
@@ -15,12 +16,23 @@ from optuna.trial import TrialState
 from ropesearch.errors import InputError, NothingScoredError, ScoringError
 from ropesearch.rope import methods
 from ropesearch.rope.regime import Regime
+from ropesearch.score.config import ScoringConfig
+from ropesearch.score.objective import objective_of
 from ropesearch.score.score import Score
 from ropesearch.search.baselines import baseline_regimes
 from ropesearch.search.config import BudgetConfig, EvolutionConfig, SelectionConfig
 from ropesearch.search.parameters import parameters
 from ropesearch.search.study import JOURNAL_NAME, open_study
-from ropesearch.search.trials import CANDIDATE, OWNER, recorded_candidate, recorded_regime, recorded_score
+from ropesearch.search.trials import (
+    CANDIDATE,
+    GUARD,
+    OWNER,
+    ranked,
+    recorded_candidate,
+    recorded_regime,
+    recorded_score,
+    violation,
+)
 from ropesearch.search.worker import SearchEvent, SearchResult
 from tests.search.analytic import FINGERPRINTS, TARGET_LENGTH, evaluate, make_geometry, make_sampler, make_score, run
 
@@ -362,6 +374,97 @@ def test_events_tell_progress(tmp_path: Path) -> None:
     assert bests == sorted(bests, reverse=True)  # type: ignore[type-var]
     assert {event.failure for event in searched if event.nats_per_token is None} == {"nats are not a number"}
     assert len(events) - len(searched) == len(result.finalists)
+
+
+GUARDED = objective_of(ScoringConfig(max_short_perplexity_increase=0.05), 8, 4)
+
+
+def guarded(regime: Regime, split: str) -> Score:
+    """As `evaluate`, and the first half costs what the factors of the fast half are above 1."""
+    long = evaluate(regime, split).nats_per_token
+    short = 1 + 0.1 * sum(np.log(regime.factors[:4]))
+    return Score(nats=[[4 * short, 4 * long]], tokens=[[4, 4]], block_edges=[0, 4, 8])
+
+
+def short_increase(regime: Regime) -> float:
+    return float(np.expm1(0.1 * sum(np.log(regime.factors[:4]))))
+
+
+def test_a_guard_changes_the_result(tmp_path: Path) -> None:
+    free = run(tmp_path / "free", score=guarded, num_trials=60)
+    assert free.num_candidates_in_guard is None and free.finalists[0].excess_nats is None
+    result = run(tmp_path / "guarded", score=guarded, num_trials=60, objective=GUARDED)
+    assert short_increase(free.regime) > 0.08  # it binds
+    assert short_increase(result.regime) <= 0.05
+    trials = study_of(tmp_path / "guarded").get_trials()
+    kept = 0
+    for trial in trials:
+        if trial.state is not TrialState.COMPLETE:
+            assert trial.constraints == {}
+            continue
+        increase = short_increase(recorded_regime(trial, TARGET_LENGTH))
+        assert trial.constraints == {GUARD: pytest.approx(np.log1p(increase) - np.log(1.05), abs=1e-12)}
+        assert violation(trial) == max(0, trial.constraints[GUARD])
+        kept += trial.number >= 4 and increase <= 0.05
+    assert 3 < result.num_candidates_in_guard == kept < 50  # type: ignore[operator]
+    order = [violation(trial) > 0 for trial in ranked(trials)]
+    assert order == sorted(order) and any(order)
+    first = ranked(trials)[0]
+    assert first.values[0] > min(trial.values[0] for trial in trials if trial.values)  # not the least value
+    excesses = [finalist.excess_nats for finalist in result.finalists if finalist.selection_score]
+    assert [excess > 0 for excess in excesses if excess is not None] == sorted(excess > 0 for excess in excesses)  # type: ignore[operator]
+    # More of the later candidates keep the guard than without it: the sampler follows.
+    later = [recorded_regime(trial, TARGET_LENGTH) for trial in study_of(tmp_path / "free").get_trials()[34:]]
+    guided = [recorded_regime(trial, TARGET_LENGTH) for trial in trials[34:]]
+    within = [sum(short_increase(regime) <= 0.05 for regime in regimes) for regimes in (later, guided)]
+    assert within[1] > within[0]
+
+
+def test_a_guarded_search_goes_on_after_a_kill_as_if_nothing_had_happened(tmp_path: Path) -> None:
+    whole = run(tmp_path / "whole", score=guarded, objective=GUARDED)
+    for num_calls in (0, 1, 17):
+        folder = tmp_path / str(num_calls)
+        with pytest.raises(Killed):
+            run(folder, score=dying_after(num_calls, guarded), objective=GUARDED)
+        assert same(run(folder, score=guarded, objective=GUARDED), whole)
+        assert contents(folder) == contents(tmp_path / "whole")
+        constraints = [
+            [trial.constraints for trial in study_of(each).get_trials()] for each in (folder, tmp_path / "whole")
+        ]
+        assert constraints[0] == constraints[1]
+
+
+def test_where_no_candidate_keeps_the_guard_the_result_says_so(tmp_path: Path) -> None:
+    def strict(regime: Regime, split: str) -> Score:
+        short = 1.0 if regime.name == "unscaled" else 2.0
+        return Score(nats=[[4 * short, 4.0]], tokens=[[4, 4]], block_edges=[0, 4, 8])
+
+    result = run(tmp_path, score=strict, objective=GUARDED)
+    assert (result.method, result.num_candidates_in_guard) == ("unscaled", 0)
+    assert [finalist.method for finalist in result.finalists][0] == "unscaled"
+
+
+@pytest.mark.parametrize("split", ["search", "selection"])
+def test_a_guard_without_the_unscaled_score_is_an_error(split: str, tmp_path: Path) -> None:
+    def failing(regime: Regime, of: str) -> Score:
+        if regime.name == "unscaled" and of == split:
+            raise ScoringError("out of memory")
+        return guarded(regime, of)
+
+    with pytest.raises(NothingScoredError, match=f"unscaled model could not be scored on the {split} windows"):
+        run(tmp_path, score=failing, objective=GUARDED)
+
+
+def test_a_weighted_objective_is_what_trials_are_worth(tmp_path: Path) -> None:
+    objective = objective_of(ScoringConfig(lengths=[4, 8], length_weights=[3.0, 1.0]), 8, 4)
+    result = run(tmp_path, score=guarded, objective=objective)
+    for trial in study_of(tmp_path).get_trials():
+        score = recorded_score(trial)
+        if score is not None:
+            short, whole = score.nats[0, 0] / 4, score.nats.sum() / 8
+            assert trial.value == pytest.approx((3 * short + whole) / 4, rel=1e-15)
+    values = [objective.value(each.selection_score) for each in result.finalists if each.selection_score]
+    assert values == sorted(values)
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,122 @@
+"""ropesearch/score/objective.py: sums by hand, and what the scorer keeps for them."""
+
+import math
+
+import numpy as np
+import pytest
+
+from ropesearch.errors import InputError
+from ropesearch.model.load import LoadedModel
+from ropesearch.score.config import ScoringConfig
+from ropesearch.score.objective import Objective, Part, objective_of, span_nats_per_token
+from ropesearch.score.score import Score
+from ropesearch.score.scorer import score_windows
+from tests.score.test_scorer import LENGTH, random_windows, reference_nats
+
+SCORE = Score(
+    nats=np.array([[3.0, 8.0, 30.0], [6.0, 12.0, 10.0]]),
+    tokens=np.array([[3, 4, 8], [3, 4, 8]]),
+    block_edges=np.array([0, 4, 8, 16]),
+)  # position 0 is not scored
+
+
+def test_a_plain_objective_is_nats_per_token() -> None:
+    objective = objective_of(ScoringConfig(), 16, 4)
+    assert objective == Objective() and objective.spans is None
+    assert objective.value(SCORE) == SCORE.nats_per_token == 69 / 30
+    assert objective.excess_nats(SCORE, None) is None
+    assert objective_of(ScoringConfig(last_tokens=3), 16, 4) == Objective()  # one span, which the scorer knows
+
+
+def test_lengths_are_weighted_means_by_token() -> None:
+    config = ScoringConfig(lengths=[4, 16], length_weights=[3.0, 1.0])
+    objective = objective_of(config, 16, 8)
+    assert objective.spans == [(0, 4), (0, 16)]
+    assert objective.value(SCORE) == pytest.approx((3 * (9 / 6) + 1 * (69 / 30)) / 4, rel=1e-15)
+    even = objective_of(ScoringConfig(lengths=[16, 8, 4]), 16, 8)
+    assert even.value(SCORE) == pytest.approx((69 / 30 + 29 / 14 + 9 / 6) / 3, rel=1e-15)
+
+
+def test_the_last_tokens_of_each_length() -> None:
+    objective = objective_of(ScoringConfig(lengths=[8, 16], last_tokens=4), 16, 8)
+    assert objective.spans == [(4, 8), (12, 16)]
+    score = Score(nats=np.array([[0, 8.0, 0, 3.0]]), tokens=np.array([[0, 4, 0, 4]]), block_edges=[0, 4, 8, 12, 16])
+    assert objective.value(score) == pytest.approx((8 / 4 + 3 / 4) / 2)
+
+
+def test_the_guard_is_a_part_of_the_unscaled_perplexity() -> None:
+    objective = objective_of(ScoringConfig(max_short_perplexity_increase=0.05), 16, 4)
+    assert objective.spans == [(0, 16), (0, 4)]
+    assert objective.value(SCORE) == pytest.approx(69 / 30)
+    unscaled = Score(nats=np.array([[5.0, 0.0, 99.0]]), tokens=np.array([[3, 0, 8]]), block_edges=[0, 4, 8, 16])
+    excess = objective.excess_nats(SCORE, unscaled)
+    assert excess == pytest.approx(9 / 6 - 5 / 3 - math.log(1.05))
+    for nats, keeps in ((3 * math.log(1.0499), True), (3 * math.log(1.0501), False)):
+        other = Score(nats=np.array([[5.0 + nats, 0, 0]]), tokens=np.array([[3, 0, 8]]), block_edges=[0, 4, 8, 16])
+        found = objective.excess_nats(other, unscaled)
+        assert found is not None and (found <= 0) is keeps
+    assert objective.excess_nats(unscaled, unscaled) == pytest.approx(-math.log(1.05))
+    with pytest.raises(InputError, match="unscaled model's score"):
+        objective.excess_nats(SCORE, None)
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        (ScoringConfig(lengths=[8]), "lengths: expected different lengths from 2 to target_length = 16"),
+        (ScoringConfig(lengths=[8, 32]), "lengths"),
+        (ScoringConfig(lengths=[1, 16]), "lengths"),
+        (ScoringConfig(lengths=[16, 16]), "lengths"),
+        (ScoringConfig(lengths=[8, 16], length_weights=[1.0]), "one for each of the 2"),
+        (ScoringConfig(length_weights=[1.0]), "one for each of the 0"),
+        (ScoringConfig(lengths=[8, 16], length_weights=[1.0, 0.0]), "above 0"),
+        (ScoringConfig(lengths=[8, 16], length_weights=[1.0, math.inf]), "above 0"),
+        (ScoringConfig(lengths=[8, 16], last_tokens=8), "last_tokens: expected fewer than the 8"),
+        (ScoringConfig(max_short_perplexity_increase=-0.1), "max_short_perplexity_increase"),
+        (ScoringConfig(max_short_perplexity_increase=math.nan), "max_short_perplexity_increase"),
+    ],
+)
+def test_impossible_objectives_are_refused(config: ScoringConfig, message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        objective_of(config, 16, 4)
+
+
+def test_a_span_between_edges_is_refused() -> None:
+    with pytest.raises(InputError, match="block edges at 0 and 5"):
+        span_nats_per_token(SCORE, 0, 5)
+    empty = Score(nats=np.array([[0.0, 1.0]]), tokens=np.array([[0, 1]]), block_edges=[0, 4, 8])
+    with pytest.raises(InputError, match="scored tokens from 0 to 3"):
+        span_nats_per_token(empty, 0, 4)
+
+
+CASES = [
+    ScoringConfig(lengths=[20, 64, LENGTH], length_weights=[0.5, 0.25, 1.0]),
+    ScoringConfig(max_short_perplexity_increase=0.05, last_tokens=7),
+    ScoringConfig(lengths=[50, LENGTH], last_tokens=10, max_short_perplexity_increase=0.0),
+]
+
+
+@pytest.mark.parametrize("config", CASES, ids=range(len(CASES)))
+@pytest.mark.parametrize("chunk_tokens", [None, 17, 33])
+def test_sums_of_one_forward_pass_are_those_of_windows_cut_short(
+    toy_loaded: LoadedModel, config: ScoringConfig, chunk_tokens: int | None
+) -> None:
+    """The float64 reference runs the model on each cut window by itself; chunked and whole passes agree with it."""
+    objective = objective_of(config, LENGTH, 32)
+    windows = random_windows()
+    scoring = ScoringConfig(chunk_tokens=chunk_tokens, num_blocks=5)
+    score = score_windows(toy_loaded, windows, scoring, spans=objective.spans)
+    alone = {
+        length: reference_nats(toy_loaded.model, windows.cut(length))
+        for length in (32, *(part.length for part in objective.parts))
+    }
+    expected = [(part.weight, alone[part.length][:, max(1, part.start) :].mean()) for part in objective.parts]
+    weighted = sum(weight * mean for weight, mean in expected) / sum(weight for weight, _ in expected)
+    assert objective.value(score) == pytest.approx(weighted, abs=2e-5)
+    if objective.guarded_tokens:
+        assert span_nats_per_token(score, 0, 32) == pytest.approx(alone[32][:, 1:].mean(), abs=2e-5)
+    scored = {place for start, stop in objective.spans or [] for place in range(max(1, start), stop)}
+    assert score.total_tokens == windows.num_windows * len(scored)
+    assert set(score.block_edges.tolist()) >= {0, 19, 38, 57, 76, LENGTH}
+    part = objective.parts[0]
+    assert isinstance(part, Part) and part.length in score.block_edges
