@@ -20,6 +20,7 @@ from typing import Any
 from optuna.storages.journal import BaseJournalBackend
 
 from ropesearch.errors import InputError
+from ropesearch.files import sync
 
 _CHECK_DIGITS = 16
 
@@ -55,11 +56,11 @@ class Journal(BaseJournalBackend):
         finally:
             os.close(descriptor)
         if self._identity.st_size == 0:
-            _sync_folder(path.parent)
+            sync(path.parent)
         if self._identity.st_nlink > 1:
             raise InputError(
                 f"{path}: expected a file of its own, got one with {self._identity.st_nlink} names (hard links): what "
-                f"this search writes would appear under the others; make it a file of its own with {_remade(path, 'cat')}"
+                f"this search writes would appear under the others; make it one of its own: {_remade(path, 'cat')}"
             )
 
     def read_logs(self, log_number_from: int) -> Iterable[dict[str, Any]]:
@@ -129,7 +130,7 @@ class Journal(BaseJournalBackend):
             os.close(descriptor)
 
     def _whole_lines(self, descriptor: int, start: _Place) -> tuple[list[bytes], _Place]:
-        """The lines after `start` as Optuna writes them, and the end of the last one; an unfinished line is left out."""
+        """The lines after `start` as Optuna writes them, and the end of the last; an unfinished one is left out."""
         content = _read_all(descriptor, start.num_bytes)
         if os.fstat(descriptor).st_size < start.num_bytes:
             raise InputError(f"{self._path} was cut while the search was at work; {_AGAIN}")
@@ -182,12 +183,3 @@ def _remade(path: Path, command: str) -> str:
     """The shell words that put what `command` prints of a file in its place."""
     quoted, beside = shlex.quote(str(path)), shlex.quote(f"{path}.whole")
     return f"{command} {quoted} > {beside} && mv {beside} {quoted}"
-
-
-def _sync_folder(folder: Path) -> None:
-    """Flush a folder to disk, so that a new file in it is still there after a power cut."""
-    descriptor = os.open(folder, os.O_RDONLY | os.O_CLOEXEC)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
