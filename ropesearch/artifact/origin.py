@@ -41,7 +41,7 @@ class Origin:
 
     @classmethod
     def read(cls, folder: Path, bind: Callable[[Path], Checkpoint] = checkpoint_binding) -> "Origin":
-        """The folder with what `bind` finds in it: by default from all bytes of weights and tokenizer, or InputError."""
+        """The folder with what `bind` finds in it: by default all bytes of weights and tokenizer are read."""
         states = checkpoint_states(folder)
         return cls(folder, bind(folder), _config_digest(folder), states)
 

@@ -147,11 +147,11 @@ class Journal(BaseJournalBackend):
     def _damage(self, num_whole_lines: int) -> str:
         if num_whole_lines == 0:
             return (
-                f"{self._path}: line 1 is not what a search writes there: the file was damaged, or another program wrote "
-                "it; restore it from a copy, or use another run folder"
+                f"{self._path}: line 1 is not what a search writes there: the file was damaged, or another program "
+                "wrote it; restore it from a copy, or use another run folder"
             )
         return (
-            f"{self._path}: line {num_whole_lines + 1} is not what a search has written there, so the file was damaged; "
+            f"{self._path}: line {num_whole_lines + 1} is not what a search has written there: the file was damaged; "
             f"restore it from a copy, or keep the {num_whole_lines} lines before it and score again what followed: "
             f"{_remade(self._path, f'head -n {num_whole_lines}')}"
         )
