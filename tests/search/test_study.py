@@ -46,7 +46,7 @@ def test_the_studies_of_other_programs_are_refused(tmp_path: Path) -> None:
     storage = optuna.storages.JournalStorage(optuna.storages.journal.JournalFileBackend(str(path)))
     optuna.create_study(study_name=STUDY_NAME, storage=storage).ask()
     content = path.read_bytes()
-    with pytest.raises(InputError, match="line 1 is not what a search writes there: .* use another run folder"):
+    with pytest.raises(InputError, match=r"line 1 is not what a search writes there: .* use another run folder"):
         open_study(tmp_path, FINGERPRINTS, make_sampler())
     assert path.read_bytes() == content
 
