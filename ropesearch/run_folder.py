@@ -63,8 +63,8 @@ class RunFolder:
         found = _job_of(path / _CONFIG)
         if found != job_name and (path / _CONFIG).exists():
             raise InputError(
-                f"run: expected a new folder or that of a {job_name}, got {path}, which holds "
-                f"{'that of a job ' + found if found else 'another config.json'}; give another with run="
+                f"run: expected a new folder or one of the job {job_name}, got {path}, which holds "
+                f"{f'one of the job {found}' if found else 'another config.json'}; give another with run="
             )
         remove_leftovers(path)
         return cls(path, job_name)
