@@ -1,12 +1,12 @@
 """`ropesearch JOB [PATH] [key=value ...]`: from the words of a command line to a job, from its end to an exit code."""
 
+import contextlib
 import difflib
 import errno
 import json
 import os
 import re
 import shlex
-import signal
 import sys
 import tempfile
 import traceback
@@ -16,59 +16,52 @@ from typing import Any
 from ropesearch import __version__, config
 from ropesearch.errors import InputError, RopesearchError
 from ropesearch.run_folder import LOGGED_IN
+from ropesearch.stopping import Stopping
 
 _INTERNAL_ERROR = 70
-_INTERRUPTED = 130
-_STOPPED = 75
-_REFUSALS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM, errno.EIO)
+# What the system says of full, broken, locked and unreachable disks.
+_REFUSALS = (
+    errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES, errno.EPERM, errno.EIO, errno.ESTALE,
+    errno.EEXIST, errno.EISDIR, errno.ENOTDIR, errno.ELOOP, errno.ENAMETOOLONG, errno.EMFILE, errno.ENFILE, errno.ENOLCK,
+)  # fmt: skip
 _FLAGS = ("--help", "-h", "--version", "--json")
 _KEY_VALUE = re.compile(r"[+~]*[A-Za-z_][A-Za-z0-9_.@]*=")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command line; returns the exit code: 0 done, 1 the answer is no, 2 the input is wrong, 3 no candidate
-    could be scored, 70 our own fault (traceback in a log file), 75 stopped by SIGTERM, 130 interrupted.
+    could be scored, 70 our own fault (traceback in a log file), 75 stopped by SIGTERM or SIGHUP, 130 interrupted.
     """
     words = list(sys.argv[1:] if arguments is None else arguments)
-    try:
-        return _run(words)
-    except RopesearchError as error:
-        print(f"ropesearch: {error}", file=sys.stderr)
+    again = shlex.join(["ropesearch", *words])
+    stopping = Stopping(again)
+    with stopping.listening(until_the_end=arguments is None):
+        try:
+            return _run(words)
+        except KeyboardInterrupt:
+            stopping.say()
+            return stopping.exit_code
+        except Exception as error:
+            if stopping.asked:  # a library has made an error of it
+                stopping.say()
+                return stopping.exit_code
+            return _failed(error, again)
+
+
+def _failed(error: Exception, again: str) -> int:
+    """Say in one line what went wrong; returns the exit code."""
+    if isinstance(error, RopesearchError):
+        _say(f"ropesearch: {error}")
         return error.exit_code
-    except _Terminated:
-        print(f"ropesearch: stopped by SIGTERM; go on with: {shlex.join(['ropesearch', *words])}", file=sys.stderr)
-        return _STOPPED
-    except KeyboardInterrupt:
-        print(f"ropesearch: interrupted; go on with: {shlex.join(['ropesearch', *words])}", file=sys.stderr)
-        return _INTERRUPTED
-    except BrokenPipeError:  # the reader has seen enough
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 0
-    except OSError as error:
-        if error.errno not in _REFUSALS:
-            return _internal_error(error)
+    if isinstance(error, OSError) and error.errno in _REFUSALS:
         place = f"{error.filename}: " if error.filename else ""
-        print(
+        _say(
             f"ropesearch: {place}the system refused to write or read ({error.strerror}); what was computed is kept: "
-            f"make room or give another place, then go on with: {shlex.join(['ropesearch', *words])}",
-            file=sys.stderr,
+            f"make room or give another place, then go on with: {again}"
         )
         return InputError.exit_code
-    except Exception as error:
-        return _internal_error(error)
-
-
-class _Terminated(BaseException):
-    """SIGTERM came: what a scheduler sends before it stops a job."""
-
-
-def _terminate(number: int, frame: object) -> None:
-    raise _Terminated
-
-
-def _internal_error(error: Exception) -> int:
     summary = " ".join(f"{type(error).__name__}: {error}".split())
-    print(f"ropesearch: internal error: {summary}; {_where_the_traceback_is(error)}", file=sys.stderr)
+    _say(f"ropesearch: internal error: {summary}; {_where_the_traceback_is(error)}")
     return _INTERNAL_ERROR
 
 
@@ -103,11 +96,7 @@ def _run(words: list[str]) -> int:
 
     from ropesearch import pipeline
 
-    before = signal.signal(signal.SIGTERM, _terminate)
-    try:
-        outcome = getattr(pipeline, job_name)(job_config)
-    finally:
-        signal.signal(signal.SIGTERM, before)
+    outcome = getattr(pipeline, job_name)(job_config)
     _print(json.dumps(outcome.to_json(), indent=2, allow_nan=False) if "--json" in flags else outcome.to_text())
     return int(outcome.exit_code)
 
@@ -166,7 +155,19 @@ def _shown(value: Any) -> str:
 def _print(text: str) -> None:
     """Print with escapes for what the terminal's encoding lacks; flushed, so that a closed pipe is noticed here."""
     encoding = sys.stdout.encoding or "utf-8"
-    print(text.encode(encoding, "backslashreplace").decode(encoding), flush=True)
+    try:
+        print(text.encode(encoding, "backslashreplace").decode(encoding), flush=True)
+    except OSError as error:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # what is left in the buffer goes nowhere
+        if not isinstance(error, BrokenPipeError):  # else the reader has seen enough
+            error.filename = "standard output"
+            raise
+
+
+def _say(text: str) -> None:
+    """One line on standard error, where somebody may be there to read it."""
+    with contextlib.suppress(OSError):
+        print(text, file=sys.stderr, flush=True)
 
 
 def _where_the_traceback_is(error: Exception) -> str:
@@ -174,8 +175,13 @@ def _where_the_traceback_is(error: Exception) -> str:
     for note in getattr(error, "__notes__", []):
         if note.startswith(LOGGED_IN):
             return str(note)
-    with tempfile.NamedTemporaryFile("w", prefix="ropesearch-", suffix=".log", delete=False, encoding="utf-8") as file:
-        traceback.print_exception(error, file=file)
+    try:
+        with tempfile.NamedTemporaryFile(
+            "w", prefix="ropesearch-", suffix=".log", delete=False, encoding="utf-8"
+        ) as file:
+            traceback.print_exception(error, file=file)
+    except OSError as refusal:
+        return f"no traceback could be written ({refusal.strerror})"
     return f"{LOGGED_IN}{file.name}"
 
 

@@ -5,7 +5,6 @@ import functools
 import logging
 import math
 import os
-import shutil
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -13,16 +12,16 @@ from typing import Any
 import transformers
 
 from ropesearch.artifact.config import VerifyLevel, WeightsMode
-from ropesearch.artifact.digest import checkpoint_binding
 from ropesearch.artifact.folder import write_checkpoint_folder
 from ropesearch.artifact.load import find_folder, load_unscaled, read_bound
+from ropesearch.artifact.origin import Origin, checkpoint_states
 from ropesearch.artifact.schema import FILE_NAME, RopeConfig
 from ropesearch.artifact.verify import verify as verify_folder
 from ropesearch.config import EvaluateJob, SearchJob, VerifyJob, expect_given, plain
 from ropesearch.data.windows import Windows, build_windows
-from ropesearch.errors import InputError, ScoringError
+from ropesearch.errors import InputError, NothingScoredError, ScoringError
 from ropesearch.evaluate.perplexity import Evaluation, RegimeAt, comparison_regimes, perplexity_table
-from ropesearch.files import write_json
+from ropesearch.files import remove_folder, write_json
 from ropesearch.model.checkpoint import find_checkpoint
 from ropesearch.model.config import ModelConfig
 from ropesearch.model.install import installed, prove_installable
@@ -41,6 +40,7 @@ from ropesearch.search.optimizers import make_sampler
 from ropesearch.search.ownership import exclusive
 from ropesearch.search.selection import check_selection
 from ropesearch.search.space import SEARCHED, Space
+from ropesearch.search.study import open_study
 from ropesearch.search.trials import regime_json
 from ropesearch.search.worker import SearchEvent, SearchResult, run_search
 from ropesearch.track.plots import plot_course, plot_factors
@@ -58,6 +58,7 @@ def search(job: SearchJob) -> SearchOutcome:
     _quiet_libraries()
     expect_given("search", job)
     small_files = find_checkpoint(job.model, with_weights=False)
+    small_states = checkpoint_states(small_files)
     geometry = read_geometry(small_files, job.model.original_length, trust_remote_code=job.model.trust_remote_code)
     geometry.ratio(job.target_length)
     baselines = baseline_regimes(geometry, job.target_length)
@@ -74,12 +75,15 @@ def search(job: SearchJob) -> SearchOutcome:
     cost_tokens = forward_equivalent_tokens(windows["search"])
     Budget(job.budget, sampler, cost_tokens, len(baselines))
     source = find_checkpoint(job.model)
-    binding = checkpoint_binding(source)
+    origin = Origin.read(source)
+    origin.expect_same(small_states)
+    binding = origin.binding
 
     run = RunFolder.of("search", job.run, plain(job), without=("run", "budget", "cache", "weights"))
     with run.logged(), ProgressDisplay() as display:
         fingerprints = {
             "weights": binding.digest,
+            "config": origin.config_digest,
             "original_length": geometry.original_length,
             "target_length": job.target_length,
             "scoring": {
@@ -94,10 +98,11 @@ def search(job: SearchJob) -> SearchOutcome:
             "seed": job.seed,
         }
         scorer = _Scorer(
-            load=lambda: load_model(job.model),
-            identity=lambda of, scoring: {"weights": binding.digest, **scoring_identity(job.model, of, scoring)},
+            load=lambda: origin.loaded_with(lambda: load_model(job.model)),
+            identity=lambda of, scoring: {**origin.identity, **scoring_identity(job.model, of, scoring)},
             store=ScoreStore(run.path / "scores"),
         )
+        open_study(run.path, fingerprints, sampler)  # another search in this folder keeps its description
         run.describe(plain(job))
 
         def on_event(event: SearchEvent) -> None:
@@ -120,14 +125,17 @@ def search(job: SearchJob) -> SearchOutcome:
         between = [
             length for length in job.objective.lengths if length not in (job.target_length, geometry.original_length)
         ]
-        rows = []
+        rows: list[Evaluation] = []
+        failures: list[str] = []
         for length, regimes, scoring in (
             (job.target_length, at_target, job.objective),
             *((length, at_target, job.objective) for length in between),
             (geometry.original_length, at_original, whole_windows),
         ):
             always = {name: functools.partial(_constant, regime) for name, regime in regimes.items()}
-            rows += _rows(scorer, windows["held_out"], always, [length], scoring, display)
+            rows += _rows(scorer, windows["held_out"], always, [length], scoring, display, failures)
+        if (result.method, job.target_length) not in {(row.method, row.length) for row in rows}:
+            raise NothingScoredError(f"the result could not be scored on the held-out windows: {'; '.join(failures)}")
 
         rope_config = RopeConfig(
             target_length=job.target_length,
@@ -144,14 +152,15 @@ def search(job: SearchJob) -> SearchOutcome:
         checkpoint = run.path / "checkpoint"
         with exclusive(run.path):  # another worker of this run may be at the same point
             rope_config = _written(run.path, checkpoint, source, rope_config, job.weights)
-        levels = [level for level in VerifyLevel if level is not VerifyLevel.logits]
-        findings = [] if job.weights is WeightsMode.none else verify_folder(checkpoint, levels)
+            levels = [level for level in VerifyLevel if level is not VerifyLevel.logits]
+            findings = [] if job.weights is WeightsMode.none else verify_folder(checkpoint, levels)
         return SearchOutcome(
             run_folder=run.path,
             checkpoint_folder=checkpoint,
             rope_config=rope_config,
             result=result,
             rows=rows,
+            failures=failures,
             findings=findings,
         )
 
@@ -179,12 +188,11 @@ def evaluate(job: EvaluateJob) -> EvaluateOutcome:
     asked = {**plain(job), "path": str(folder.resolve())}
     run = RunFolder.of("evaluate", job.run, asked, without=("run", "cache", "lengths"))
     with run.logged(), ProgressDisplay() as display:
-        rope_config = read_bound(folder)
+        origin = Origin.read(folder, lambda folder: read_bound(folder).checkpoint)
         run.describe(plain(job))
-        digest = rope_config.checkpoint.digest
         scorer = _Scorer(
-            load=lambda: load_unscaled(folder, rope_config, device=job.device),
-            identity=lambda of, scoring: {"weights": digest, **scoring_identity(model_config, of, scoring)},
+            load=lambda: origin.loaded_with(lambda: load_unscaled(folder, rope_config, device=job.device)),
+            identity=lambda of, scoring: {**origin.identity, **scoring_identity(model_config, of, scoring)},
             store=ScoreStore(run.path / "scores"),
         )
         regimes = comparison_regimes(geometry, target_length, rope_config.regimes)
@@ -247,9 +255,9 @@ def _rows(
     lengths: Sequence[int],
     scoring: ScoringConfig,
     display: ProgressDisplay,
-    failures: list[str] | None = None,
+    failures: list[str],
 ) -> list[Evaluation]:
-    """The table of perplexities, its progress shown; failures are collected where a list is given, else raised."""
+    """The table of perplexities, its progress shown; what could not be scored is added to `failures`."""
     num_cells = len(lengths) * len(regimes)
     done: list[Evaluation] = []
     phase = f"held-out windows of {', '.join(map(str, lengths))} tokens"
@@ -259,8 +267,6 @@ def _rows(
         display.show(phase, len(done) / num_cells, f"{row.method} at {row.length} tokens: {row.perplexity:.3f}")
 
     def on_failure(method: str, length: int, error: ScoringError) -> None:
-        if failures is None:
-            raise error
         failures.append(str(error))
 
     display.show(phase, 0.0)
@@ -281,7 +287,7 @@ def _written(run: Path, checkpoint: Path, source: Path, rope_config: RopeConfig,
         if there.fingerprint == rope_config.fingerprint:
             rope_config = there
         elif checkpoint.is_dir():
-            shutil.rmtree(checkpoint)
+            remove_folder(checkpoint)
     rope_config.write(run / FILE_NAME)
     write_checkpoint_folder(source, checkpoint, rope_config, weights, allow_unportable=True)
     return rope_config

@@ -17,13 +17,16 @@ from ropesearch.search.worker import SearchResult
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SearchOutcome:
-    """A finished search: its folder, its checkpoint folder, the result, and the held-out rows that report it."""
+    """A finished search: its folder, its checkpoint folder, the result, the held-out rows that report it, and the cells
+    that could not be scored.
+    """
 
     run_folder: Path
     checkpoint_folder: Path
     rope_config: RopeConfig
     result: SearchResult
     rows: Sequence[Evaluation]
+    failures: Sequence[str]
     findings: Sequence[Finding]
 
     @property
@@ -37,6 +40,7 @@ class SearchOutcome:
             "run": str(self.run_folder),
             "checkpoint": str(self.checkpoint_folder),
             "rope_config": self.rope_config.to_json(),
+            "failures": list(self.failures),
         }
 
     def to_text(self) -> str:
@@ -66,8 +70,14 @@ class SearchOutcome:
                     "" if row is won else _above(row, won),
                 ]
             )
-        before, after = cells[("unscaled", original_length)], cells[(result.method, original_length)]
-        price = math.expm1(after.nats / after.tokens - before.nats / before.tokens)
+        before, after = (cells.get((method, original_length)) for method in ("unscaled", result.method))
+        price = "not known"
+        if before and after:
+            price = (
+                f"perplexity at {original_length} tokens {perplexity_text(before.nats, before.tokens)} unscaled, "
+                f"{perplexity_text(after.nats, after.tokens)} now "
+                f"({math.expm1(after.nats / after.tokens - before.nats / before.tokens):+.1%})"
+            )
         parts = [
             f"perplexity at {target_length} tokens ({documents})",
             aligned(lines),
@@ -75,9 +85,8 @@ class SearchOutcome:
             f"chosen: {result.method} (trial {result.trial_number} of {result.num_trials}, "
             f"{result.num_failed} failed), attention factor {regime.attention_factor:.3f}, "
             f"factors {regime.factors[0]:.2f} to {regime.factors[-1]:.2f}",
-            f"price on short inputs: perplexity at {original_length} tokens "
-            f"{perplexity_text(before.nats, before.tokens)} unscaled, "
-            f"{perplexity_text(after.nats, after.tokens)} now ({price:+.1%})",
+            f"price on short inputs: {price}",
+            *(f"not scored: {failure}" for failure in self.failures),
         ]
         if result.objective.parts:
             parts.append(f"objective: {result.objective.to_text()} (columns search and selection: its exponential)")

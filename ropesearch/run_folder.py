@@ -1,6 +1,7 @@
 """A run's one folder: its name, and the files that say how it was made."""
 
 import contextlib
+import json
 import logging
 import os
 import platform
@@ -13,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from ropesearch.errors import InputError
-from ropesearch.files import sha256_of_json, write_json
+from ropesearch.files import remove_leftovers, sha256_of_json, write_json
 
 _LIBRARIES = (
     "ropesearch",
@@ -27,6 +28,8 @@ _LIBRARIES = (
     "datasets",
 )
 
+_CONFIG = "config.json"
+
 # How the note begins that `RunFolder.logged` puts on an error.
 LOGGED_IN = "the traceback is in "
 
@@ -36,12 +39,16 @@ class RunFolder:
     """The folder of one run. What is asked names it, so asking for the same again finds it."""
 
     path: Path
+    job_name: str
 
     @classmethod
     def of(cls, job_name: str, run: str | None, asked: Mapping[str, Any], without: Collection[str]) -> "RunFolder":
         """The folder `run`, or by default runs/JOB-FINGERPRINT of what is asked, without the top-level keys `without`.
 
-        Raises InputError when that path is no folder or cannot be written to.
+        It is made where it is not there; what killed writers left in it is removed.
+
+        Raises InputError when that path is no folder, cannot be written to, or holds a config.json that is not of such
+        a run: another job's, or a model's.
         """
         fingerprint = sha256_of_json({key: value for key, value in asked.items() if key not in without})
         path = Path(os.path.expanduser(run)) if run else Path("runs") / f"{job_name}-{fingerprint[:12]}"
@@ -53,17 +60,25 @@ class RunFolder:
             raise InputError(
                 f"run: expected a folder that can be written to, got {path} ({error.strerror}); give another with run="
             ) from error
-        return cls(path)
+        found = _job_of(path / _CONFIG)
+        if found != job_name and (path / _CONFIG).exists():
+            raise InputError(
+                f"run: expected a new folder or one of the job {job_name}, got {path}, which holds "
+                f"{f'one of the job {found}' if found else 'another config.json'}; give another with run="
+            )
+        remove_leftovers(path)
+        return cls(path, job_name)
 
     def describe(self, config: Mapping[str, Any]) -> None:
-        """Write config.json (the resolved configuration) and versions.json (of libraries, Python and this program)."""
-        write_json(self.path / "config.json", config)
+        """Write config.json (the job and its resolved configuration) and versions.json (of libraries, Python and this
+        program)."""
+        write_json(self.path / _CONFIG, {"job": self.job_name, **config})
         write_json(self.path / "versions.json", versions())
 
     @contextlib.contextmanager
     def logged(self) -> Iterator[None]:
         """Within this block the program's log goes to log.txt of the folder."""
-        handler = logging.FileHandler(self.path / "log.txt", encoding="utf-8", errors="backslashreplace")
+        handler = _LogFile(self.path / "log.txt", encoding="utf-8", errors="backslashreplace")
         handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
         logger = logging.getLogger("ropesearch")
         level = logger.level
@@ -80,6 +95,22 @@ class RunFolder:
             logger.removeHandler(handler)
             logger.setLevel(level)
             handler.close()
+
+
+def _job_of(path: Path) -> str | None:
+    """The job that a run's config.json is of; None for a file that is missing or something else."""
+    try:
+        found = json.loads(path.read_bytes())["job"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+    return found if isinstance(found, str) else None
+
+
+class _LogFile(logging.FileHandler):
+    """A log file that never ends the work: where the disk is full, its lines are lost and nothing is printed."""
+
+    def handleError(self, record: logging.LogRecord) -> None:
+        """Pass over a line that cannot be written."""
 
 
 def versions() -> dict[str, str]:

@@ -213,7 +213,7 @@ def test_internal_errors_within_a_run_are_in_its_log(
     monkeypatch: pytest.MonkeyPatch, capsys: Captured, tmp_path: Path
 ) -> None:
     def job(_: Any) -> None:
-        with RunFolder(tmp_path).logged():
+        with RunFolder(tmp_path, "verify").logged():
             raise ZeroDivisionError
 
     replace_pipeline(monkeypatch, verify=job)

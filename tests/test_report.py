@@ -82,6 +82,7 @@ def outcome(**changes: Any) -> SearchOutcome:
         "checkpoint_folder": Path("runs/a/checkpoint"),
         "rope_config": rope_config(),
         "rows": ROWS,
+        "failures": [],
         "findings": [OK],
     }
     of_result = {name: changes.pop(name) for name in list(changes) if name in result}
@@ -179,7 +180,12 @@ def test_one_held_out_document_admits_no_interval() -> None:
 def test_json_is_strict_and_holds_all(each: Any) -> None:
     value = json.loads(json.dumps(each.to_json(), allow_nan=False))
     if isinstance(each, SearchOutcome):
-        assert value == {"run": "runs/a", "checkpoint": "runs/a/checkpoint", "rope_config": rope_config().to_json()}
+        assert value == {
+            "run": "runs/a",
+            "checkpoint": "runs/a/checkpoint",
+            "rope_config": rope_config().to_json(),
+            "failures": [],
+        }
     elif isinstance(each, EvaluateOutcome):
         assert value["run"] == "runs/b" and value["failures"] == ["yarn at 256 tokens: out of memory"]
         assert [(one["method"], one["length"], one["nats"], one["tokens"]) for one in value["evaluation"]] == [

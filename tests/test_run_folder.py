@@ -39,7 +39,7 @@ def test_what_is_asked_names_the_folder() -> None:
 def test_a_given_folder_is_taken_with_what_it_holds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "a").mkdir()
     (tmp_path / "a" / "file").touch()
-    assert RunFolder.of("search", "a", ASKED, ()) == RunFolder(Path("a"))
+    assert RunFolder.of("search", "a", ASKED, ()) == RunFolder(Path("a"), "search")
     assert [entry.name for entry in (tmp_path / "a").iterdir()] == ["file"]
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
     assert RunFolder.of("search", "~/runs", ASKED, ()).path == tmp_path / "home" / "runs"
@@ -64,8 +64,8 @@ def refuse(**_: Any) -> None:
 
 
 def test_describe_writes_the_configuration_and_versions(tmp_path: Path) -> None:
-    RunFolder(tmp_path).describe(ASKED)
-    assert json.loads((tmp_path / "config.json").read_text()) == ASKED
+    RunFolder(tmp_path, "search").describe(ASKED)
+    assert json.loads((tmp_path / "config.json").read_text()) == {"job": "search", **ASKED}
     written = json.loads((tmp_path / "versions.json").read_text())
     assert written == versions()
     for library in ("ropesearch", "torch", "transformers", "optuna", "numpy"):
@@ -82,12 +82,12 @@ def test_versions_without_git(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_log_holds_what_the_program_says_within_the_block(tmp_path: Path) -> None:
     logger = logging.getLogger("ropesearch.some.module")
     before = (logging.getLogger("ropesearch").level, logging.getLogger("ropesearch").handlers[:])
-    with RunFolder(tmp_path).logged():
+    with RunFolder(tmp_path, "search").logged():
         logger.info("in h\u00e9\udcff")
         logger.debug("too much")
         logging.getLogger("other").warning("not ours")
     logger.info("after")
-    with RunFolder(tmp_path).logged():
+    with RunFolder(tmp_path, "search").logged():
         logger.info("again")
     lines = (tmp_path / "log.txt").read_text(encoding="utf-8").splitlines()
     assert [line.split("INFO ", 1)[1] for line in lines] == [
@@ -100,7 +100,7 @@ def test_the_log_holds_what_the_program_says_within_the_block(tmp_path: Path) ->
 @pytest.mark.parametrize("error", [ZeroDivisionError("ours"), InputError("theirs")])
 def test_an_error_is_logged_and_says_where(error: Exception, tmp_path: Path) -> None:
     before = (logging.getLogger("ropesearch").level, logging.getLogger("ropesearch").handlers[:])
-    with pytest.raises(type(error)) as caught, RunFolder(tmp_path).logged():
+    with pytest.raises(type(error)) as caught, RunFolder(tmp_path, "search").logged():
         raise error
     assert caught.value is error and error.__notes__ == [f"{LOGGED_IN}{tmp_path / 'log.txt'}"]
     text = (tmp_path / "log.txt").read_text()
@@ -109,7 +109,7 @@ def test_an_error_is_logged_and_says_where(error: Exception, tmp_path: Path) -> 
 
 
 def test_an_interruption_is_no_error(tmp_path: Path) -> None:
-    with pytest.raises(KeyboardInterrupt), RunFolder(tmp_path).logged():
+    with pytest.raises(KeyboardInterrupt), RunFolder(tmp_path, "search").logged():
         raise KeyboardInterrupt
     assert (tmp_path / "log.txt").read_text() == ""
     assert logging.getLogger("ropesearch").handlers == []

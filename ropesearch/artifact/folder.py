@@ -3,9 +3,7 @@
 import errno
 import fcntl
 import json
-import os
 import shutil
-import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -73,21 +71,16 @@ def write_checkpoint_folder(
             f"{destination}: expected nothing, or the same content, got other: {difference}; remove it first"
         )
 
-    parent = destination.absolute().parent
-    parent.mkdir(parents=True, exist_ok=True)
-    stage = Path(tempfile.mkdtemp(dir=parent, prefix=f".{destination.name}."))
     try:
-        for name, content in texts.items():
-            files.write_bytes(stage / name, content)
-        _place(stage, source, copied, weight_paths, weights)
-        stage.chmod(0o777 & ~_umask())
-        _sync(*stage.rglob("*"), stage)
-        os.rename(stage, destination)
+        with files.folder_beside(destination.absolute()) as stage:
+            for name, content in texts.items():
+                files.write_bytes(stage / name, content)
+            _place(stage, source, copied, weight_paths, weights)
     except OSError as error:
-        raise InputError(f"{destination}: expected a place to write to, got {error.strerror or error}") from error
-    finally:
-        shutil.rmtree(stage, ignore_errors=True)
-    _sync(parent)
+        raise InputError(
+            f"{destination}: expected a place to write to, got {error.strerror or error}; make room or give another "
+            "place, then give the same command again"
+        ) from error
     return left_behind
 
 
@@ -199,21 +192,3 @@ def _reflinked(path: Path, target: Path) -> bool:
                 return False
             raise
     return True
-
-
-def _sync(*paths: Path) -> None:
-    """Flush files and folders to disk, so that a crash after the rename leaves no folder of empty files."""
-    for path in paths:
-        if path.is_symlink():
-            continue
-        descriptor = os.open(path, os.O_RDONLY)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
-
-
-def _umask() -> int:
-    current = os.umask(0)
-    os.umask(current)
-    return current

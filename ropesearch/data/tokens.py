@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ropesearch.errors import InputError
-from ropesearch.files import sha256_of_json, write_bytes, write_json
+from ropesearch.files import remove_leftovers, sha256_of_json, write_bytes, write_json
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -66,6 +66,8 @@ class TokenReader:
         self._tokenizer = tokenizer
         self._digest = tokenizer_digest(tokenizer)
         self._folder = None if cache_folder is None or self._digest is None else cache_folder / self._digest[:16]
+        if self._folder is not None:
+            remove_leftovers(self._folder)
 
     def first_tokens(self, text: str, num_tokens: int) -> TokenIds:
         """As the function `first_tokens`. Raises InputError when the cache folder cannot be used."""

@@ -77,6 +77,7 @@ def load_model(config: ModelConfig) -> LoadedModel:
     _check_weights(model, loading_info, folder)
     check_geometry(find_rotary(model, geometry.model_type), geometry)
     model.eval().requires_grad_(False)
+    _own_weights(model)
     return LoadedModel(
         model=model,
         tokenizer=tokenizer,
@@ -209,6 +210,14 @@ def _check_weights(model: PreTrainedModel, loading_info: dict[str, Any], folder:
     for name, tensor in model.named_parameters():
         if not bool(torch.isfinite(tensor).all()):
             raise InputError(f"{folder}: expected finite weights, got NaN or infinity in {name}")
+
+
+def _own_weights(model: PreTrainedModel) -> None:
+    """Copy weights on the CPU, which may be views of the mapped files: a file that is overwritten would change them
+    under way, and one that is cut would end the process (SIGBUS)."""
+    for tensor in (*model.parameters(), *model.buffers()):
+        if tensor.device.type == "cpu":
+            tensor.data = tensor.data.clone()
 
 
 def _reason(error: BaseException) -> str:

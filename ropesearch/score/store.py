@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from ropesearch.errors import InputError
-from ropesearch.files import sha256_of_json, write_json
+from ropesearch.files import remove_leftovers, sha256_of_json, write_json
 from ropesearch.score.score import Score
 
 
@@ -15,6 +15,7 @@ class ScoreStore:
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
+        remove_leftovers(folder)
 
     def get(self, depends_on: Mapping[str, Any]) -> Score | None:
         """The score kept for exactly these JSON values, or None. A file that cannot be read counts as none."""

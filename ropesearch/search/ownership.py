@@ -10,15 +10,27 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from ropesearch.errors import InputError
+
 _LOCK_NAME = "search.lock"
 _WORKERS = "workers"
 
 
 @contextmanager
 def exclusive(run_folder: Path) -> Iterator[None]:
-    """Hold the run folder's one lock: for asking, adopting and opening, never while scoring."""
-    with _open(run_folder / _LOCK_NAME) as descriptor:
-        fcntl.flock(descriptor, fcntl.LOCK_EX)
+    """Hold the run folder's one lock: for asking, adopting, opening and writing the result, never while scoring.
+
+    Raises InputError when the folder is not there any more, or is on a file system without locks.
+    """
+    path = run_folder / _LOCK_NAME
+    with _open(path) as descriptor:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+        except OSError as error:
+            raise InputError(
+                f"{path}: expected a file system with locks, got one without ({error.strerror}); give a run folder on "
+                "another, such as a local disk"
+            ) from error
         yield
 
 
@@ -44,8 +56,11 @@ def working(run_folder: Path) -> Iterator[str]:
 
 def is_alive(run_folder: Path, worker: str) -> bool:
     """Whether the process of that worker still runs and is still at work."""
-    with suppress(FileNotFoundError), _open(_lock_path(run_folder, worker), create=False) as descriptor:
-        return not _try_lock(descriptor)
+    path = _lock_path(run_folder, worker)
+    with suppress(FileNotFoundError), _open(path, create=False) as descriptor:
+        if not _try_lock(descriptor):
+            return True
+        path.unlink()  # what a killed worker has left
     return False
 
 
@@ -55,9 +70,16 @@ def _lock_path(run_folder: Path, worker: str) -> Path:
 
 @contextmanager
 def _open(path: Path, create: bool = True) -> Iterator[int]:
-    if create:
-        path.parent.mkdir(parents=True, exist_ok=True)
-    descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC | (os.O_CREAT if create else 0), 0o666)
+    try:
+        if create and path.parent.name == _WORKERS:
+            path.parent.mkdir(exist_ok=True)
+        descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC | (os.O_CREAT if create else 0), 0o666)
+    except FileNotFoundError as error:
+        if not create:
+            raise
+        raise InputError(
+            f"{path.parent} was removed while the search was at work; give the same command again to begin anew"
+        ) from error
     try:
         yield descriptor
     finally:

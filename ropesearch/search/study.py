@@ -1,7 +1,7 @@
 """The study of a run folder: an Optuna study in a journal file, bound to what its scores depend on."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -35,8 +35,8 @@ def open_study(run_folder: Path, fingerprints: Mapping[str, Any], sampler: BaseS
     `fingerprints` are JSON values that name all that scores and candidates depend on (weights, windows, how they are
     scored, space, optimizer, seed, ...). They are kept in the study.
 
-    Raises InputError when the folder holds a study of other fingerprints, a damaged journal, or another program's
-    study.
+    Raises InputError when the folder holds a study of other fingerprints, or a journal that is damaged or another
+    program's.
     """
     asked = json.loads(json.dumps(fingerprints, allow_nan=False))
     run_folder.mkdir(parents=True, exist_ok=True)
@@ -48,18 +48,13 @@ def open_study(run_folder: Path, fingerprints: Mapping[str, Any], sampler: BaseS
             storage = JournalStorage(journal)
         except (KeyError, ValueError, TypeError, AttributeError, AssertionError) as error:
             raise InputError(
-                f"{path} cannot be replayed ({error!r}), so it was damaged after it was written; restore it from a "
-                "copy, or start the search in another run folder"
+                f"{path} cannot be replayed by the optuna that is installed here ({error!r}); go on with the versions "
+                f"in {run_folder / 'versions.json'}, or start the search in another run folder"
             ) from error
-        names = [found.study_name for found in storage.get_all_studies()]
-        if names not in ([], [STUDY_NAME]):
-            raise InputError(f"{path}: expected one study named {STUDY_NAME!r}, found {names}; use another run folder")
-        create = optuna.load_study if names else optuna.create_study
+        create = optuna.load_study if storage.get_all_studies() else optuna.create_study
         study = create(study_name=STUDY_NAME, storage=storage, sampler=sampler)
         found = study.user_attrs.get(_FINGERPRINTS)
         if found is None:
-            if study.get_trials(deepcopy=False):
-                raise InputError(f"{path}: expected a study with fingerprints, found none; use another run folder")
             study.set_user_attr(_FINGERPRINTS, asked)
         else:
             _compare(run_folder, found, asked)
@@ -68,6 +63,7 @@ def open_study(run_folder: Path, fingerprints: Mapping[str, Any], sampler: BaseS
 
 def _compare(run_folder: Path, found: Mapping[str, Any], asked: Mapping[str, Any]) -> None:
     missing = "(nothing)"
+    found, asked = dict(_leaves(found)), dict(_leaves(asked))
     differing = [
         f"  {key}: {_shown(found.get(key, missing))} there, {_shown(asked.get(key, missing))} asked"
         for key in sorted({*found, *asked})
@@ -79,6 +75,15 @@ def _compare(run_folder: Path, found: Mapping[str, Any], asked: Mapping[str, Any
             + "\n".join(differing)
             + "\nask for the same to go on with it, or use another run folder"
         )
+
+
+def _leaves(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """All values below nested objects, by dotted name."""
+    for key, value in values.items():
+        if isinstance(value, dict) and value:
+            yield from _leaves(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", value
 
 
 def _shown(value: Any) -> str:

@@ -1,5 +1,6 @@
 """Progress of long work: a bar on a terminal, and a line every so often where there is none."""
 
+import contextlib
 import sys
 import time
 from types import TracebackType
@@ -41,7 +42,8 @@ class ProgressDisplay:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if self._bar:
-            self._bar.stop()
+            with contextlib.suppress(OSError):
+                self._bar.stop()
 
     def show(self, phase: str, fraction: float, note: str = "") -> None:
         """Report that `fraction` (0 to 1) of the named phase is done."""
@@ -70,4 +72,5 @@ class ProgressDisplay:
         return f"{seconds:.0f} s left"
 
     def _line(self, *parts: str) -> None:
-        print("  ".join(part for part in parts if part), file=sys.stderr, flush=True)
+        with contextlib.suppress(OSError):  # a reader that went away, or a full disk: the work goes on unseen
+            print("  ".join(part for part in parts if part), file=sys.stderr, flush=True)

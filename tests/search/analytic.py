@@ -15,7 +15,6 @@ from ropesearch.errors import ScoringError
 from ropesearch.rope.geometry import Geometry
 from ropesearch.rope.regime import Regime
 from ropesearch.score.score import Score
-from ropesearch.search import journal
 from ropesearch.search.baselines import baseline_regimes
 from ropesearch.search.config import BudgetConfig, EvolutionConfig, OptimizerConfig, SelectionConfig, SpaceConfig
 from ropesearch.search.optimizers import make_sampler as sampler_of
@@ -76,7 +75,6 @@ def run(folder: Path, num_trials: int = 30, seed: int = 0, score: object = evalu
 
 
 def main(folder: str, num_trials: str, delay: str) -> None:
-    journal._GRACE_SECONDS = 3  # a kill may hit the holder of the append lock
     calls = os.open(Path(folder) / "calls", os.O_WRONLY | os.O_APPEND | os.O_CREAT)
 
     def slow(regime: Regime, split: str) -> Score:

@@ -1,17 +1,19 @@
+import fcntl
+import hashlib
 import json
-import shutil
+import os
 import threading
 from pathlib import Path
 
 import optuna
 import pytest
+from optuna import Study
 from optuna.storages import JournalStorage
 from optuna.storages.journal import JournalFileBackend
 from optuna.trial import TrialState
 
 from ropesearch.errors import InputError
-from ropesearch.search import journal as journal_module
-from ropesearch.search.journal import Journal, drop_torn_tail
+from ropesearch.search.journal import Journal
 
 PATH = "study.journal"
 
@@ -23,14 +25,32 @@ def written(tmp_path: Path) -> Path:
     study = optuna.create_study(storage=JournalStorage(Journal(path)), study_name="s")
     for value in (3.0, 1.0, 2.0):
         trial = study.ask()
-        trial.set_user_attr("text", "two\nlines, and \x00 and \u20ac")
+        trial.set_user_attr("text", 'two\nlines, "check":"0", and \x00 and \u20ac')
         study.tell(trial, value)
     return path
 
 
+def study_in(path: Path) -> Study:
+    return optuna.load_study(storage=JournalStorage(Journal(path)), study_name="s")
+
+
 def values(path: Path) -> list[float | None]:
-    study = optuna.load_study(storage=JournalStorage(Journal(path)), study_name="s")
-    return [trial.value for trial in study.get_trials()]
+    return [trial.value for trial in study_in(path).get_trials()]
+
+
+def test_plain_optuna_reads_what_was_written(written: Path) -> None:
+    study = optuna.load_study(storage=JournalStorage(JournalFileBackend(str(written))), study_name="s")
+    own = study_in(written)
+    assert [trial.value for trial in study.get_trials()] == [3.0, 1.0, 2.0]
+    assert study.get_trials() == own.get_trials()
+
+
+def test_every_line_is_bound_to_all_before_it(written: Path) -> None:
+    check = ""
+    for line in written.read_bytes().splitlines():
+        head, digits = line[: -len(',"check":"0123456789abcdef"}')], line[-18:-2].decode()
+        check = hashlib.sha256(check.encode() + head + b"}").hexdigest()[:16]
+        assert digits == check == json.loads(line)["check"]
 
 
 def test_a_journal_cut_at_every_byte_of_its_last_line_opens_and_goes_on(written: Path, tmp_path: Path) -> None:
@@ -40,14 +60,14 @@ def test_a_journal_cut_at_every_byte_of_its_last_line_opens_and_goes_on(written:
         torn = tmp_path / f"torn{end}"
         torn.write_bytes(content[:end])
         assert values(torn) == [3.0, 1.0, None]
-        study = optuna.load_study(storage=JournalStorage(Journal(torn)), study_name="s")
+        study = study_in(torn)
         study.tell(2, 7.0)
         assert study.ask().number == 3
         assert values(torn) == [3.0, 1.0, 7.0, None]
 
 
 def test_a_tail_torn_while_another_worker_is_at_work_is_dropped_before_its_next_append(written: Path) -> None:
-    other = optuna.load_study(storage=JournalStorage(Journal(written)), study_name="s")
+    other = study_in(written)
     assert len(other.get_trials()) == 3
     with written.open("ab") as file:
         file.write(b'{"op_code":8,"worker_id":"dead","trial_')
@@ -57,66 +77,30 @@ def test_a_tail_torn_while_another_worker_is_at_work_is_dropped_before_its_next_
     assert values(written) == [3.0, 1.0, 2.0, 9.0]
 
 
-def test_a_journal_without_one_whole_line_becomes_empty(tmp_path: Path) -> None:
+def test_a_journal_without_one_whole_line_is_begun_anew(tmp_path: Path) -> None:
     path = tmp_path / PATH
-    path.write_bytes(b'{"op_code":0,"worker' + b"x" * 200_000)
-    drop_torn_tail(path)
-    assert path.read_bytes() == b""
-    drop_torn_tail(path)
-    drop_torn_tail(tmp_path / "absent")
-
-
-def test_a_torn_tail_longer_than_one_read_is_dropped(tmp_path: Path) -> None:
-    path = tmp_path / PATH
-    path.write_bytes(b"kept\n" + b"x" * 200_000)
-    drop_torn_tail(path)
-    assert path.read_bytes() == b"kept\n"
-
-
-@pytest.mark.parametrize(
-    "damage",
-    [
-        b"\n",
-        b"\x00" * 40 + b"\n",
-        b'{"op_code":8,"worker_id":"w","trial_id":1,"user_a\n',
-        b'{"op_code":8,"worker_id":"w","trial_id":99,"user_attr":{"a":1}}\n',
-        b'{"op_code":8,"worker_id":"w","trial_id":"1","user_attr":{"a":1}}\n',
-        b'{"op_code":6,"worker_id":"w","trial_id":1}\n',
-        b'{"op_code":77,"worker_id":"w"}\n',
-        b'{"op_code":4,"study_id":0,"datetime_start":null}\n',
-        b"[]\n",
-        b"\xff\xfe\n",
-    ],
-)
-@pytest.mark.parametrize("place", [0, 4, -1])
-def test_a_damaged_line_is_named_and_nothing_is_dropped(written: Path, damage: bytes, place: int) -> None:
-    lines = written.read_bytes().splitlines(keepends=True)
-    lines[place] = damage
-    content = b"".join(lines)
-    written.write_bytes(content)
-    with pytest.raises(InputError, match=rf"line {place % len(lines) + 1} is not a line"):
-        Journal(written)
-    assert written.read_bytes() == content
+    path.write_bytes(b'{"op_code":0,"worker' + b"x" * 3_000_000)
+    optuna.create_study(storage=JournalStorage(Journal(path)), study_name="s")
+    assert values(path) == [] and path.stat().st_size < 300
 
 
 def test_operations_written_together_are_one_append(written: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     journal = Journal(written)
-    storage = JournalStorage(journal)
-    study = optuna.load_study(storage=storage, study_name="s")
+    study = optuna.load_study(storage=JournalStorage(journal), study_name="s")
     trial = study.ask()
-    appends: list[int] = []
-    whole = JournalFileBackend.append_logs
+    writes: list[int] = []
+    write = os.write
 
-    def counted(self: Journal, logs: list[dict[str, object]]) -> None:
-        appends.append(len(logs))
-        whole(self, logs)
+    def counted(descriptor: int, content: bytes) -> int:
+        writes.append(content.count(b"\n"))
+        return write(descriptor, content)
 
-    monkeypatch.setattr(JournalFileBackend, "append_logs", counted)
+    monkeypatch.setattr("os.write", counted)
     with journal.together():
         trial.set_user_attr("a", 1)
         trial.suggest_float("x", 0, 1)
         trial.set_user_attr("b", [1.1, 2.2])
-    assert appends == [3]
+    assert writes == [3]
     found = study.get_trials()[-1]
     assert (found.user_attrs, set(found.params)) == ({"a": 1, "b": [1.1, 2.2]}, {"x"})
     with pytest.raises(RuntimeError), journal.together():
@@ -129,7 +113,7 @@ def test_operations_written_together_are_one_append(written: Path, monkeypatch: 
 
 def test_many_writers_lose_nothing(written: Path) -> None:
     def write() -> None:
-        study = optuna.load_study(storage=JournalStorage(Journal(written)), study_name="s")
+        study = study_in(written)
         for _ in range(15):
             study.tell(study.ask(), 0.0)
 
@@ -141,17 +125,43 @@ def test_many_writers_lose_nothing(written: Path) -> None:
     assert values(written).count(0.0) == 45
 
 
-def test_the_lock_of_a_dead_writer_is_taken_after_the_grace_period(
-    written: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    copy = shutil.copy(written, tmp_path / "copy")
-    Path(f"{copy}.lock").touch()
-    monkeypatch.setattr(journal_module, "_GRACE_SECONDS", 3)
-    assert values(Path(copy)) == [3.0, 1.0, 2.0]
+def test_a_writer_waits_for_another_and_then_writes_behind_it(written: Path) -> None:
+    first, second = study_in(written), study_in(written)
+    with written.open("r+b") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        thread = threading.Thread(target=lambda: second.tell(second.ask(), 8.0))
+        thread.start()
+        thread.join(0.1)
+        assert thread.is_alive()
+    thread.join()
+    first.tell(first.ask(), 9.0)
+    assert values(written) == [3.0, 1.0, 2.0, 8.0, 9.0]
 
 
-def test_what_this_module_knows_of_the_format_is_what_optuna_writes(written: Path) -> None:
-    for line in written.read_bytes().splitlines():
-        operation = json.loads(line)
-        assert journal_module._KEYS[operation["op_code"]] <= operation.keys()
-    assert {int(code) for code in optuna.storages.journal._storage.JournalOperation} >= set(journal_module._KEYS)
+def test_one_storage_after_another_on_one_journal(written: Path) -> None:
+    journal = Journal(written)
+    for _ in range(2):
+        study = optuna.load_study(storage=JournalStorage(journal), study_name="s")
+        assert len(study.get_trials()) == 3
+
+
+@pytest.mark.parametrize("by", ["removal", "replacement", "cut"])
+def test_a_journal_taken_away_is_named_and_nothing_is_put_in_its_place(written: Path, by: str) -> None:
+    study = study_in(written)
+    study.get_trials()
+    content = written.read_bytes()
+    if by == "removal":
+        written.unlink()
+    elif by == "replacement":
+        written.rename(written.with_suffix(".old"))
+        written.write_bytes(content)
+    else:
+        os.truncate(written, 10)
+    with pytest.raises(InputError, match="while the search was at work; give the same command again"):
+        study.ask()
+    assert not written.exists() if by == "removal" else written.read_bytes() == content[: 10 if by == "cut" else None]
+
+
+def test_a_folder_in_the_place_of_the_journal_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="got a folder"):
+        Journal(tmp_path)

@@ -4,6 +4,7 @@ import optuna
 import pytest
 
 from ropesearch.errors import InputError
+from ropesearch.search.journal import Journal
 from ropesearch.search.study import JOURNAL_NAME, STUDY_NAME, open_study
 from tests.search.analytic import FINGERPRINTS, make_sampler
 
@@ -34,29 +35,31 @@ def test_other_fingerprints_are_refused_by_name_with_both_values(tmp_path: Path)
 
 
 def test_a_study_killed_before_its_fingerprints_were_written_is_taken_over(tmp_path: Path) -> None:
-    storage = optuna.storages.JournalStorage(optuna.storages.journal.JournalFileBackend(str(tmp_path / JOURNAL_NAME)))
+    storage = optuna.storages.JournalStorage(Journal(tmp_path / JOURNAL_NAME))
     study = optuna.create_study(study_name=STUDY_NAME, storage=storage)
     assert open_study(tmp_path, FINGERPRINTS, make_sampler()).study.user_attrs["fingerprints"] == FINGERPRINTS
     assert study.user_attrs["fingerprints"] == FINGERPRINTS
 
 
 def test_the_studies_of_other_programs_are_refused(tmp_path: Path) -> None:
-    for folder, name in (("a", "theirs"), ("b", STUDY_NAME)):
-        (tmp_path / folder).mkdir()
-        path = tmp_path / folder / JOURNAL_NAME
-        storage = optuna.storages.JournalStorage(optuna.storages.journal.JournalFileBackend(str(path)))
-        optuna.create_study(study_name=name, storage=storage).ask()
-        with pytest.raises(InputError, match="use another run folder"):
-            open_study(tmp_path / folder, FINGERPRINTS, make_sampler())
-
-
-def test_a_damaged_journal_is_refused(tmp_path: Path) -> None:
-    opened = open_study(tmp_path, FINGERPRINTS, make_sampler())
-    opened.study.tell(opened.study.ask(), 1.0)
     path = tmp_path / JOURNAL_NAME
-    path.write_bytes(path.read_bytes().replace(b'"state":1', b'"state":1xx'))
-    with pytest.raises(InputError, match=r"line 4 is not a line"):
+    storage = optuna.storages.JournalStorage(optuna.storages.journal.JournalFileBackend(str(path)))
+    optuna.create_study(study_name=STUDY_NAME, storage=storage).ask()
+    content = path.read_bytes()
+    with pytest.raises(InputError, match=r"line 1 is not what a search writes there: .* use another run folder"):
         open_study(tmp_path, FINGERPRINTS, make_sampler())
-    path.write_bytes(path.read_bytes().replace(b'"state":1xx', b'"state":123'))
-    with pytest.raises(InputError, match="cannot be replayed"):
+    assert path.read_bytes() == content
+
+
+def test_a_journal_that_this_optuna_cannot_replay_is_refused(tmp_path: Path) -> None:
+    Journal(tmp_path / JOURNAL_NAME).append_logs([{"op_code": 77, "worker_id": "w"}])
+    with pytest.raises(InputError, match="cannot be replayed by the optuna that is installed here"):
         open_study(tmp_path, FINGERPRINTS, make_sampler())
+
+
+def test_nested_fingerprints_are_compared_leaf_by_leaf(tmp_path: Path) -> None:
+    open_study(tmp_path, FINGERPRINTS, make_sampler())
+    other = {**FINGERPRINTS, "windows": {"search": "ff", "selection": "02"}}
+    with pytest.raises(InputError) as caught:
+        open_study(tmp_path, other, make_sampler())
+    assert "\n  windows.search: 01 there, ff asked\n" in str(caught.value) and "selection" not in str(caught.value)
