@@ -16,13 +16,13 @@ from ropesearch.artifact.config import VerifyLevel, WeightsMode
 from ropesearch.artifact.digest import checkpoint_binding
 from ropesearch.artifact.folder import write_checkpoint_folder
 from ropesearch.artifact.load import find_folder, load_unscaled, read_bound
-from ropesearch.artifact.schema import FILE_NAME, RopeConfig
+from ropesearch.artifact.schema import FILE_NAME, Checkpoint, RopeConfig
 from ropesearch.artifact.verify import verify as verify_folder
 from ropesearch.config import EvaluateJob, SearchJob, VerifyJob, expect_given, plain
 from ropesearch.data.windows import Windows, build_windows
 from ropesearch.errors import InputError, ScoringError
 from ropesearch.evaluate.perplexity import Evaluation, RegimeAt, comparison_regimes, perplexity_table
-from ropesearch.files import write_json
+from ropesearch.files import sha256_of_json, write_json
 from ropesearch.model.checkpoint import find_checkpoint
 from ropesearch.model.config import ModelConfig
 from ropesearch.model.install import installed, prove_installable
@@ -77,7 +77,7 @@ def search(job: SearchJob) -> SearchOutcome:
     run = RunFolder.of("search", job.run, plain(job), without=("run", "budget", "cache", "weights"))
     with run.logged(), ProgressDisplay() as display:
         fingerprints = {
-            "weights": binding.digest,
+            **_model_identity(binding),
             "original_length": geometry.original_length,
             "target_length": job.target_length,
             "scoring": {split: scoring_identity(job.model, windows[split], job.objective) for split in windows},
@@ -87,7 +87,7 @@ def search(job: SearchJob) -> SearchOutcome:
         }
         scorer = _Scorer(
             load=lambda: load_model(job.model),
-            identity=lambda of, scoring: {"weights": binding.digest, **scoring_identity(job.model, of, scoring)},
+            identity=lambda of, scoring: {**_model_identity(binding), **scoring_identity(job.model, of, scoring)},
             store=ScoreStore(run.path / "scores"),
         )
         run.describe(plain(job))
@@ -168,10 +168,10 @@ def evaluate(job: EvaluateJob) -> EvaluateOutcome:
     with run.logged(), ProgressDisplay() as display:
         rope_config = read_bound(folder)
         run.describe(plain(job))
-        digest = rope_config.checkpoint.digest
+        bound = rope_config.checkpoint
         scorer = _Scorer(
             load=lambda: load_unscaled(folder, rope_config, device=job.device),
-            identity=lambda of, scoring: {"weights": digest, **scoring_identity(model_config, of, scoring)},
+            identity=lambda of, scoring: {**_model_identity(bound), **scoring_identity(model_config, of, scoring)},
             store=ScoreStore(run.path / "scores"),
         )
         regimes = comparison_regimes(geometry, target_length, rope_config.regimes)
@@ -301,6 +301,11 @@ def _search_record(
         },
         "selection_scores": selection,
     }
+
+
+def _model_identity(checkpoint: Checkpoint) -> dict[str, str]:
+    """What a score depends on of a checkpoint: its weights, and what config.json makes of them."""
+    return {"weights": checkpoint.digest, "config": sha256_of_json(checkpoint.config)}
 
 
 def _best_so_far(event: SearchEvent) -> str:
