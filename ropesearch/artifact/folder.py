@@ -64,7 +64,8 @@ def write_checkpoint_folder(
         (digest.CONFIG, rope_config.checkpoint.config, binding.config),
         (digest.GENERATION_CONFIG, rope_config.checkpoint.generation_config, binding.generation_config),
     ):
-        for difference in differences(expected, found):
+        difference = next(differences(expected, found), None)
+        if difference is not None:
             raise BindingError(
                 f"{source}: expected the {name} that the factors were found for, got another: {difference}; restore "
                 "it, or search again"
@@ -150,16 +151,20 @@ def json_differences(folder: Path, rope_config: RopeConfig) -> list[Difference]:
 
     path = folder / digest.GENERATION_CONFIG
     generation_config = read_json_object(path) if path.exists() else None
-    for text in differences(bound.generation_config, generation_config):
-        result.append(Difference(digest.GENERATION_CONFIG, "", False, text))
+    result += [
+        Difference(digest.GENERATION_CONFIG, "", False, text)
+        for text in differences(bound.generation_config, generation_config)
+    ]
 
     path = folder / digest.TOKENIZER_CONFIG
     limit = read_json_object(path).get("model_max_length") if path.exists() else None
     limits = {"model_max_length": bound.model_max_length}
     if not rope_config.not_portable:
         limits = extended_tokenizer_config(limits, rope_config.target_length)
-    for text in differences(limits, {"model_max_length": limit}):
-        result.append(Difference(digest.TOKENIZER_CONFIG, "model_max_length", True, text))
+    result += [
+        Difference(digest.TOKENIZER_CONFIG, "model_max_length", True, text)
+        for text in differences(limits, {"model_max_length": limit})
+    ]
     return result
 
 

@@ -125,8 +125,8 @@ def verify(
 
 def _check_digest(folder: Path, rope_config: RopeConfig) -> Iterator[Finding]:
     bound, found = rope_config.checkpoint, checkpoint_binding(folder)
-    sha256 = {file.name: file.sha256 for file in found.files}
-    changed = [file.name for file in bound.files if sha256.get(file.name) != file.sha256]
+    before, after = ({file.name: file.sha256 for file in files} for files in (bound.files, found.files))
+    changed = [name for name in {**before, **after} if before.get(name) != after.get(name)]
     weights = ", ".join(name for name in changed if name.endswith(".safetensors"))
     tokenizer = ", ".join(name for name in changed if not name.endswith(".safetensors"))
     counted = (found.num_tensors, found.num_parameters)
@@ -150,7 +150,7 @@ def _check_digest(folder: Path, rope_config: RopeConfig) -> Iterator[Finding]:
         message = f"weights: {found.digest} ({found.num_tensors} tensors, {found.num_parameters:,} parameters)"
         yield Finding(level=VerifyLevel.digest, ok=True, message=message)
     if bound.tokenizer_digest != found.tokenizer_digest:
-        where = tokenizer or f"{TOKENIZER_CONFIG}, or a file that was not there before"
+        where = tokenizer or TOKENIZER_CONFIG
         message = (
             f"tokenizer: expected {bound.tokenizer_digest}, got {found.tokenizer_digest}; the difference is in {where}"
         )
