@@ -6,7 +6,7 @@ import logging
 import math
 import os
 import shutil
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,13 +16,13 @@ from ropesearch.artifact.config import VerifyLevel, WeightsMode
 from ropesearch.artifact.digest import checkpoint_binding
 from ropesearch.artifact.folder import write_checkpoint_folder
 from ropesearch.artifact.load import find_folder, load_unscaled, read_bound
-from ropesearch.artifact.schema import FILE_NAME, Checkpoint, RopeConfig
+from ropesearch.artifact.schema import FILE_NAME, RopeConfig
 from ropesearch.artifact.verify import verify as verify_folder
 from ropesearch.config import EvaluateJob, SearchJob, VerifyJob, expect_given, plain
-from ropesearch.data.windows import Windows, build_windows
+from ropesearch.data.windows import Windows, build_windows, check_vocabulary
 from ropesearch.errors import InputError, ScoringError
 from ropesearch.evaluate.perplexity import Evaluation, RegimeAt, comparison_regimes, perplexity_table
-from ropesearch.files import sha256_of_json, write_json
+from ropesearch.files import write_json
 from ropesearch.model.checkpoint import find_checkpoint
 from ropesearch.model.config import ModelConfig
 from ropesearch.model.install import installed, prove_installable
@@ -38,7 +38,6 @@ from ropesearch.search.baselines import baseline_regimes
 from ropesearch.search.budget import Budget
 from ropesearch.search.ownership import exclusive
 from ropesearch.search.sampler import EvolutionSampler
-from ropesearch.search.selection import check_selection
 from ropesearch.search.space import SEARCHED, Space
 from ropesearch.search.trials import regime_json
 from ropesearch.search.worker import SearchEvent, SearchResult, run_search
@@ -65,7 +64,7 @@ def search(job: SearchJob) -> SearchOutcome:
     job.objective.check(job.target_length)
     whole_windows = dataclasses.replace(job.objective, last_tokens=None)  # what short inputs are reported on
     whole_windows.check(geometry.original_length)
-    check_selection(job.selection)
+    job.selection.check()
     windows = build_windows(
         job.corpus, load_tokenizer(job.model), job.target_length, job.seed, _cache_folder(job.cache)
     )
@@ -77,7 +76,7 @@ def search(job: SearchJob) -> SearchOutcome:
     run = RunFolder.of("search", job.run, plain(job), without=("run", "budget", "cache", "weights"))
     with run.logged(), ProgressDisplay() as display:
         fingerprints = {
-            **_model_identity(binding),
+            "weights": binding.digest,
             "original_length": geometry.original_length,
             "target_length": job.target_length,
             "scoring": {split: scoring_identity(job.model, windows[split], job.objective) for split in windows},
@@ -87,9 +86,11 @@ def search(job: SearchJob) -> SearchOutcome:
         }
         scorer = _Scorer(
             load=lambda: load_model(job.model),
-            identity=lambda of, scoring: {**_model_identity(binding), **scoring_identity(job.model, of, scoring)},
+            identity=lambda of, scoring: {"weights": binding.digest, **scoring_identity(job.model, of, scoring)},
             store=ScoreStore(run.path / "scores"),
         )
+        if run.is_new:
+            scorer.prove(windows.values())
         run.describe(plain(job))
 
         def on_event(event: SearchEvent) -> None:
@@ -167,13 +168,15 @@ def evaluate(job: EvaluateJob) -> EvaluateOutcome:
     run = RunFolder.of("evaluate", job.run, asked, without=("run", "cache", "lengths"))
     with run.logged(), ProgressDisplay() as display:
         rope_config = read_bound(folder)
-        run.describe(plain(job))
-        bound = rope_config.checkpoint
+        digest = rope_config.checkpoint.digest
         scorer = _Scorer(
             load=lambda: load_unscaled(folder, rope_config, device=job.device),
-            identity=lambda of, scoring: {**_model_identity(bound), **scoring_identity(model_config, of, scoring)},
+            identity=lambda of, scoring: {"weights": digest, **scoring_identity(model_config, of, scoring)},
             store=ScoreStore(run.path / "scores"),
         )
+        if run.is_new:
+            scorer.prove([windows])
+        run.describe(plain(job))
         regimes = comparison_regimes(geometry, target_length, rope_config.regimes)
         failures: list[str] = []
         rows = _rows(scorer, windows, regimes, lengths, job.objective, display, failures)
@@ -205,6 +208,14 @@ class _Scorer:
         prove_scorer(loaded)
         _log.info("loaded %s as %s with %s attention", loaded.folder, loaded.dtype, loaded.attention)
         return loaded
+
+    def prove(self, windows: Iterable[Windows]) -> None:
+        """Load the model now, and raise InputError unless it can be used and knows every token of `windows`.
+
+        For a new run, so that nothing of it is written before.
+        """
+        for each in windows:
+            check_vocabulary(each, self.loaded.model.get_input_embeddings().num_embeddings)
 
     def score(self, regime: Regime, windows: Windows, scoring: ScoringConfig) -> Score:
         """Score `windows` under `regime`."""
@@ -301,11 +312,6 @@ def _search_record(
         },
         "selection_scores": selection,
     }
-
-
-def _model_identity(checkpoint: Checkpoint) -> dict[str, str]:
-    """What a score depends on of a checkpoint: its weights, and what config.json makes of them."""
-    return {"weights": checkpoint.digest, "config": sha256_of_json(checkpoint.config)}
 
 
 def _best_so_far(event: SearchEvent) -> str:

@@ -204,7 +204,7 @@ def _read_parquet(path: Path, name: str, text_field: str) -> Iterator[Document]:
             values = kind.value_type if pyarrow.types.is_dictionary(kind) else kind
             if str(values) not in _PARQUET_TEXT_TYPES:
                 raise InputError(
-                    f"{path}: expected text in the field {text_field!r}, got {str(kind):.80}; name another field"
+                    f"{path}: expected text in the field {text_field!r}, got {kind!s:.80}; name another field"
                 )
             if not file.metadata.num_rows:
                 raise InputError(f"{path}: expected documents, got no rows; take it out of the corpus")

@@ -69,6 +69,7 @@ def load_model(config: ModelConfig) -> LoadedModel:
             use_safetensors=True,
             trust_remote_code=config.trust_remote_code,
             local_files_only=True,
+            ignore_mismatched_sizes=True,  # `_check_weights` refuses them by name
             output_loading_info=True,
         )
     except _LOAD_ERRORS as error:
