@@ -13,7 +13,7 @@ from typing import Any
 import transformers
 
 from ropesearch.artifact.config import VerifyLevel, WeightsMode
-from ropesearch.artifact.digest import checkpoint_binding
+from ropesearch.artifact.digest import check_entries, checkpoint_binding
 from ropesearch.artifact.folder import write_checkpoint_folder
 from ropesearch.artifact.load import find_folder, load_unscaled, read_bound
 from ropesearch.artifact.schema import FILE_NAME, RopeConfig
@@ -56,6 +56,7 @@ def search(job: SearchJob) -> SearchOutcome:
     _quiet_libraries()
     expect_given("search", job)
     small_files = find_checkpoint(job.model, with_weights=False)
+    check_entries(small_files)
     geometry = read_geometry(small_files, job.model.original_length, trust_remote_code=job.model.trust_remote_code)
     geometry.ratio(job.target_length)
     baselines = baseline_regimes(geometry, job.target_length)
@@ -153,6 +154,7 @@ def evaluate(job: EvaluateJob) -> EvaluateOutcome:
     _quiet_libraries()
     expect_given("evaluate", job)
     folder = find_folder(Path(job.path))
+    check_entries(folder)
     rope_config = RopeConfig.read(folder)
     geometry, target_length = rope_config.geometry, rope_config.target_length
     lengths = job.lengths or _doublings(geometry.original_length, target_length)

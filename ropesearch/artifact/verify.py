@@ -27,6 +27,7 @@ from ropesearch.artifact.schema import RopeConfig
 from ropesearch.errors import BindingError, InputError
 from ropesearch.model.install import installed, rotary_table
 from ropesearch.model.rotary import find_rotary
+from ropesearch.rope.geometry import Geometry
 from ropesearch.rope.regime import Regime, inverse_frequencies
 
 # float32 powers of theta are this close to the float64 ones (relative); the float32 table itself is compared exactly.
@@ -185,12 +186,23 @@ def _check_table(folder: Path, rope_config: RopeConfig, differences: Sequence[Di
         yield Finding(level=VerifyLevel.table, ok=False, message=message)
         return
     try:
-        tables, attention_factor = _built_by_transformers(folder, geometry.original_length, rope_config.target_length)
+        yield from [*_table_findings(folder, geometry, regime, rope_config.target_length)]
     except InputError as error:
         if not differences:
             raise
         yield Finding(level=VerifyLevel.table, ok=False, message=f"inverse frequencies: not compared: {error}")
         return
+    if rope_config.not_portable:
+        message = (
+            f"config.json cannot express {', '.join(rope_config.not_portable)}: other loaders see the unscaled model, "
+            "ropesearch.load the regime"
+        )
+        yield Finding(level=VerifyLevel.table, ok=True, message=message)
+
+
+def _table_findings(folder: Path, geometry: Geometry, regime: Regime, target_length: int) -> Iterator[Finding]:
+    """The tables that transformers builds from the folder's config.json against those of the regime."""
+    tables, attention_factor = _built_by_transformers(folder, geometry.original_length, target_length)
     exact = rotary_table(geometry, regime).numpy()
     formula = inverse_frequencies(geometry, regime.factors)
     for where, table in tables.items():
@@ -202,12 +214,6 @@ def _check_table(folder: Path, rope_config: RopeConfig, differences: Sequence[Di
             yield Finding(level=VerifyLevel.table, ok=True, message=message)
     message = f"attention factor: expected {regime.attention_factor!r}, got {attention_factor!r}"
     yield Finding(level=VerifyLevel.table, ok=attention_factor == regime.attention_factor, message=message)
-    if rope_config.not_portable:
-        message = (
-            f"config.json cannot express {', '.join(rope_config.not_portable)}: other loaders see the unscaled model, "
-            "ropesearch.load the regime"
-        )
-        yield Finding(level=VerifyLevel.table, ok=True, message=message)
 
 
 def _another_model(differences: Sequence[Difference]) -> str | None:

@@ -232,6 +232,20 @@ def test_damaged_checkpoints_leave_nothing(shared: Path, tmp_path: Path) -> None
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.parametrize(("job_name", "folder"), [("search", "model"), ("evaluate", "written")])
+@pytest.mark.parametrize("name", ["config.json", "tokenizer.json", "model.safetensors", "generation_config.json"])
+def test_a_pipe_in_a_checkpoint_makes_no_job_wait(
+    shared: Path, tmp_path: Path, job_name: str, folder: str, name: str
+) -> None:
+    place = Place(tmp_path, shared)
+    path = place.given / folder / name
+    path.unlink()
+    os.mkfifo(path)
+    place.before = place.files(place.given)
+    code, message = place.run(with_changes(place.given, job_name))
+    assert code == 2 and str(path.parent) in message
+
+
 def test_a_tokenizer_of_another_model_is_refused_before_anything_is_written(shared: Path, tmp_path: Path) -> None:
     place = Place(tmp_path, shared)
     shutil.rmtree(place.given / "model")
