@@ -200,6 +200,8 @@ def _read_parquet(path: Path, name: str, text_field: str) -> Iterator[Document]:
             fields = file.schema_arrow.names
             if text_field not in fields:
                 raise _no_field(text_field, fields, str(path))
+            if fields.count(text_field) > 1:
+                raise InputError(f"{path}: expected one field {text_field!r}, got {fields.count(text_field)}")
             kind = file.schema_arrow.field(text_field).type
             values = kind.value_type if pyarrow.types.is_dictionary(kind) else kind
             if str(values) not in _PARQUET_TEXT_TYPES:

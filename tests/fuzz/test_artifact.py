@@ -189,14 +189,14 @@ def test_no_damage_passes(folders: dict[str, Path], data: st.DataObject) -> None
 
 
 @pytest.mark.slow
-@settings(max_examples=1200)
+@settings(max_examples=600)
 @given(data=st.data())
 def test_no_damage_passes_a_longer_look(folders: dict[str, Path], data: st.DataObject) -> None:
     damage(data, folders)
 
 
 @pytest.mark.slow
-@settings(max_examples=120)
+@settings(max_examples=60)
 @given(data=st.data())
 def test_no_damage_passes_at_any_level(folders: dict[str, Path], data: st.DataObject) -> None:
     levels = data.draw(st.sampled_from(["", "levels=[digest,logits]", "levels=[logits,digest,table]"]))

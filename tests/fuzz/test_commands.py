@@ -184,7 +184,7 @@ def test_any_command_ends_well(shared: Path, data: st.DataObject) -> None:
 
 
 @pytest.mark.slow
-@settings(max_examples=600)
+@settings(max_examples=300)
 @given(data=st.data())
 def test_any_command_ends_well_a_longer_look(shared: Path, data: st.DataObject) -> None:
     try_command(data, shared)

@@ -21,6 +21,8 @@ from ropesearch.data.splits import split_documents
 from ropesearch.data.tokens import TokenReader, first_tokens
 from ropesearch.data.windows import build_windows, check_vocabulary
 from ropesearch.errors import InputError
+from ropesearch.model.config import ModelConfig
+from ropesearch.model.load import load_tokenizer
 from tests import toys
 from tests.data.conftest import prose
 from tests.fuzz.mutations import BYTE_KINDS, JSON_VALUES, damaged_bytes
@@ -142,6 +144,12 @@ def test_parquet_columns_that_hold_no_text_are_refused(tmp_path: Path, array: pa
     found = read(tmp_path)
     assert isinstance(found, str) and found.startswith(f"{tmp_path / 'a.parquet'}"), found
     assert "expected text in the field 'text'" in found
+
+
+def test_a_parquet_file_with_the_field_twice_is_refused(tmp_path: Path) -> None:
+    table = pa.Table.from_arrays([pa.array(["a"]), pa.array(["b"])], names=["text", "text"])
+    pq.write_table(table, tmp_path / "a.parquet")
+    assert "expected one field 'text', got 2" in str(read(tmp_path))
 
 
 @pytest.mark.parametrize(
@@ -268,6 +276,32 @@ def test_a_document_cannot_spell_a_special_token(tokenizer_with_words: Any, text
         assert not {0, 1} & set(ids)
     assert toys.toy_tokenizer().decode(ids) == text
     assert tokenizer_with_words.encode("<s>", add_special_tokens=False) == [0]  # and nothing of it lasts
+
+
+TOKENIZER_VALUES = [None, True, 0, -1, 2**70, 1.5, "", "x", [], {}, [1], {"a": 1}, {"content": "x"}]
+
+
+@settings(max_examples=60, suppress_health_check=SHARED)
+@given(data=st.data())
+def test_a_damaged_tokenizer_is_refused_or_works(tmp_path: Path, data: st.DataObject) -> None:
+    """One value of a tokenizer file exchanged for another."""
+    toys.toy_tokenizer().save_pretrained(tmp_path)
+    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
+    path = tmp_path / data.draw(st.sampled_from(["tokenizer.json", "tokenizer_config.json"]))
+    value = json.loads(path.read_text())
+    owner: Any = value
+    key = data.draw(st.sampled_from(sorted(owner)))
+    while isinstance(owner[key], dict | list) and owner[key] and len(owner[key]) < 20 and data.draw(st.booleans()):
+        owner = owner[key]
+        key = data.draw(st.sampled_from(sorted(owner) if isinstance(owner, dict) else range(len(owner))))
+    owner[key] = data.draw(st.sampled_from(TOKENIZER_VALUES))
+    path.write_text(json.dumps(value))
+    try:
+        tokenizer = load_tokenizer(ModelConfig(path=str(tmp_path)))
+    except InputError as error:
+        assert str(tmp_path) in str(error)
+    else:
+        assert len(first_tokens(tokenizer, "a text of words", 5)) <= 5
 
 
 @pytest.mark.parametrize("bos", ["<s>", None])
