@@ -79,6 +79,12 @@ class VerifyJob:
     levels: list[VerifyLevel] = setting(list(VerifyLevel), "what to check")
     max_logits_tokens: int = setting(8192, "greatest length in tokens at which logits are compared")
 
+    def __post_init__(self) -> None:
+        if not self.levels:
+            raise InputError(f"levels: expected at least one of {', '.join(VerifyLevel.__members__)}, got none")
+        if self.max_logits_tokens < 1:
+            raise InputError(f"max_logits_tokens: expected at least 1 token, got {self.max_logits_tokens}")
+
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Job:

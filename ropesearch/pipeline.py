@@ -5,20 +5,21 @@ import functools
 import logging
 import math
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import transformers
 
 from ropesearch.artifact.config import VerifyLevel, WeightsMode
+from ropesearch.artifact.digest import check_entries
 from ropesearch.artifact.folder import write_checkpoint_folder
 from ropesearch.artifact.load import find_folder, load_unscaled, read_bound
 from ropesearch.artifact.origin import Origin, checkpoint_states
 from ropesearch.artifact.schema import FILE_NAME, RopeConfig
 from ropesearch.artifact.verify import verify as verify_folder
 from ropesearch.config import EvaluateJob, SearchJob, VerifyJob, expect_given, plain
-from ropesearch.data.windows import Windows, build_windows
+from ropesearch.data.windows import Windows, build_windows, check_vocabulary
 from ropesearch.errors import InputError, NothingScoredError, ScoringError
 from ropesearch.evaluate.perplexity import Evaluation, RegimeAt, comparison_regimes, perplexity_table
 from ropesearch.files import remove_folder, write_json
@@ -38,7 +39,6 @@ from ropesearch.search.baselines import baseline_regimes
 from ropesearch.search.budget import Budget
 from ropesearch.search.optimizers import make_sampler
 from ropesearch.search.ownership import exclusive
-from ropesearch.search.selection import check_selection
 from ropesearch.search.space import SEARCHED, Space
 from ropesearch.search.study import open_study
 from ropesearch.search.trials import regime_json
@@ -58,6 +58,7 @@ def search(job: SearchJob) -> SearchOutcome:
     _quiet_libraries()
     expect_given("search", job)
     small_files = find_checkpoint(job.model, with_weights=False)
+    check_entries(small_files)
     small_states = checkpoint_states(small_files)
     geometry = read_geometry(small_files, job.model.original_length, trust_remote_code=job.model.trust_remote_code)
     geometry.ratio(job.target_length)
@@ -68,7 +69,7 @@ def search(job: SearchJob) -> SearchOutcome:
     objective = objective_of(job.objective, job.target_length, geometry.original_length)
     whole_windows = dataclasses.replace(job.objective, last_tokens=None)  # what short inputs are reported on
     whole_windows.check(geometry.original_length)
-    check_selection(job.selection)
+    job.selection.check()
     windows = build_windows(
         job.corpus, load_tokenizer(job.model), job.target_length, job.seed, _cache_folder(job.cache)
     )
@@ -103,6 +104,8 @@ def search(job: SearchJob) -> SearchOutcome:
             store=ScoreStore(run.path / "scores"),
         )
         open_study(run.path, fingerprints, sampler)  # another search in this folder keeps its description
+        if run.is_new:
+            scorer.prove(windows.values())
         run.describe(plain(job))
 
         def on_event(event: SearchEvent) -> None:
@@ -174,6 +177,7 @@ def evaluate(job: EvaluateJob) -> EvaluateOutcome:
     _quiet_libraries()
     expect_given("evaluate", job)
     folder = find_folder(Path(job.path))
+    check_entries(folder)
     rope_config = RopeConfig.read(folder)
     geometry, target_length = rope_config.geometry, rope_config.target_length
     lengths = job.lengths or job.objective.lengths or _doublings(geometry.original_length, target_length)
@@ -189,12 +193,14 @@ def evaluate(job: EvaluateJob) -> EvaluateOutcome:
     run = RunFolder.of("evaluate", job.run, asked, without=("run", "cache", "lengths"))
     with run.logged(), ProgressDisplay() as display:
         origin = Origin.read(folder, lambda folder: read_bound(folder).checkpoint)
-        run.describe(plain(job))
         scorer = _Scorer(
             load=lambda: origin.loaded_with(lambda: load_unscaled(folder, rope_config, device=job.device)),
             identity=lambda of, scoring: {**origin.identity, **scoring_identity(model_config, of, scoring)},
             store=ScoreStore(run.path / "scores"),
         )
+        if run.is_new:
+            scorer.prove([windows])
+        run.describe(plain(job))
         regimes = comparison_regimes(geometry, target_length, rope_config.regimes)
         failures: list[str] = []
         rows = _rows(scorer, windows, regimes, lengths, job.objective, display, failures)
@@ -226,6 +232,14 @@ class _Scorer:
         prove_scorer(loaded)
         _log.info("loaded %s as %s with %s attention", loaded.folder, loaded.dtype, loaded.attention)
         return loaded
+
+    def prove(self, windows: Iterable[Windows]) -> None:
+        """Load the model now, and raise InputError unless it can be used and knows every token of `windows`.
+
+        For a new run, so that nothing of it is written before.
+        """
+        for each in windows:
+            check_vocabulary(each, self.loaded.model.get_input_embeddings().num_embeddings)
 
     def score(
         self,

@@ -8,12 +8,12 @@ import platform
 import subprocess
 import tempfile
 from collections.abc import Collection, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from ropesearch.errors import InputError
+from ropesearch.errors import BindingError, InputError
 from ropesearch.files import remove_leftovers, sha256_of_json, write_json
 
 _LIBRARIES = (
@@ -40,6 +40,7 @@ class RunFolder:
 
     path: Path
     job_name: str
+    is_new: bool = field(default=False, compare=False)
 
     @classmethod
     def of(cls, job_name: str, run: str | None, asked: Mapping[str, Any], without: Collection[str]) -> "RunFolder":
@@ -53,12 +54,14 @@ class RunFolder:
         fingerprint = sha256_of_json({key: value for key, value in asked.items() if key not in without})
         path = Path(os.path.expanduser(run)) if run else Path("runs") / f"{job_name}-{fingerprint[:12]}"
         try:
+            is_new = not path.exists() or not any(path.iterdir())
             path.mkdir(parents=True, exist_ok=True)
             with tempfile.TemporaryFile(dir=path):
                 pass
-        except OSError as error:
+        except (OSError, ValueError) as error:  # ValueError: a zero byte in the path
+            reason = getattr(error, "strerror", None) or error
             raise InputError(
-                f"run: expected a folder that can be written to, got {path} ({error.strerror}); give another with run="
+                f"run: expected a folder that can be written to, got {path} ({reason}); give another with run="
             ) from error
         found = _job_of(path / _CONFIG)
         if found != job_name and (path / _CONFIG).exists():
@@ -67,7 +70,7 @@ class RunFolder:
                 f"{f'one of the job {found}' if found else 'another config.json'}; give another with run="
             )
         remove_leftovers(path)
-        return cls(path, job_name)
+        return cls(path, job_name, is_new)
 
     def describe(self, config: Mapping[str, Any]) -> None:
         """Write config.json (the job and its resolved configuration) and versions.json (of libraries, Python and this
@@ -77,7 +80,11 @@ class RunFolder:
 
     @contextlib.contextmanager
     def logged(self) -> Iterator[None]:
-        """Within this block the program's log goes to log.txt of the folder."""
+        """Within this block the program's log goes to log.txt of the folder.
+
+        A new folder in which nothing but that was written when the user's error came to light is removed again.
+        """
+        refused = False
         handler = _LogFile(self.path / "log.txt", encoding="utf-8", errors="backslashreplace")
         handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
         logger = logging.getLogger("ropesearch")
@@ -90,11 +97,17 @@ class RunFolder:
             # Written here, where the handler is still open; the command line then only names the file.
             logger.exception("the job ended with an error")
             error.add_note(f"{LOGGED_IN}{self.path / 'log.txt'}")
+            refused = isinstance(error, InputError | BindingError)
             raise
         finally:
             logger.removeHandler(handler)
             logger.setLevel(level)
             handler.close()
+            if refused and self.is_new and [path.name for path in self.path.iterdir()] == ["log.txt"]:
+                (self.path / "log.txt").unlink()
+                with contextlib.suppress(OSError):  # another worker has just begun here; runs/ holds other runs
+                    self.path.rmdir()
+                    self.path.parent.rmdir()
 
 
 def _job_of(path: Path) -> str | None:

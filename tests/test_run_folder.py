@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from ropesearch.errors import InputError
+from ropesearch.errors import BindingError, InputError
 from ropesearch.run_folder import LOGGED_IN, RunFolder, versions
 
 ASKED: dict[str, Any] = {"model": {"path": "m"}, "seed": 1, "run": None, "budget": {"minutes": None}}
@@ -57,6 +57,39 @@ def test_a_path_that_can_be_no_folder_is_refused(run: str, tmp_path: Path, monke
     ):
         RunFolder.of("search", run, ASKED, ())
     assert (tmp_path / "file").read_text() == "content"
+
+
+def test_a_path_with_a_zero_byte_is_refused() -> None:
+    with pytest.raises(InputError, match="expected a folder that can be written to, got a"):
+        RunFolder.of("search", "a\0b", ASKED, ())
+
+
+@pytest.mark.parametrize("error", [InputError("wrong"), BindingError("another")])
+def test_a_new_folder_goes_when_the_input_is_wrong(error: Exception, tmp_path: Path) -> None:
+    run = RunFolder.of("search", None, ASKED, ())
+    assert run.is_new
+    with pytest.raises(type(error)), run.logged():
+        raise error
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_folder_with_anything_in_it_stays(tmp_path: Path) -> None:
+    run = RunFolder.of("search", "a", ASKED, ())
+    with pytest.raises(InputError), run.logged():
+        run.describe(ASKED)
+        raise InputError("found late")
+    assert (tmp_path / "a" / "config.json").exists() and (tmp_path / "a" / "log.txt").exists()
+    (tmp_path / "b").mkdir()
+    (tmp_path / "b" / "log.txt").write_text("of a run that was killed early\n")
+    run = RunFolder.of("search", "b", ASKED, ())
+    assert not run.is_new
+    with pytest.raises(InputError), run.logged():
+        raise InputError("wrong")
+    assert (tmp_path / "b" / "log.txt").read_text().startswith("of a run that was killed early")
+    run = RunFolder.of("search", "c", ASKED, ())
+    with pytest.raises(ZeroDivisionError), run.logged():
+        raise ZeroDivisionError
+    assert (tmp_path / "c" / "log.txt").exists()  # a fault of ours: its traceback is wanted
 
 
 def refuse(**_: Any) -> None:

@@ -4,7 +4,7 @@ import hashlib
 import json
 import math
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +17,8 @@ from ropesearch.errors import InputError
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
+CONFIG = "config.json"
+GENERATION_CONFIG = "generation_config.json"
 TOKENIZER_CONFIG = "tokenizer_config.json"
 
 # What decides which ids a text becomes, and which text a conversation becomes.
@@ -34,6 +36,8 @@ TOKENIZER_FILES = (
     "vocab.json",
     "vocab.txt",
 )
+# Vocabularies under other names, and what a checkpoint's own tokenizer or model class is written in.
+_TOKENIZER_SUFFIXES = (".model", ".py", ".spm", ".tiktoken")
 CHAT_TEMPLATE_FOLDER = "additional_chat_templates"
 
 _BITS = {
@@ -41,6 +45,7 @@ _BITS = {
     "F4": 4, "F6_E2M3": 6, "F6_E3M2": 6, "F8_E4M3": 8, "F8_E5M2": 8, "F8_E8M0": 8, "F8_E4M3FNUZ": 8, "F8_E5M2FNUZ": 8,
     "F16": 16, "BF16": 16, "F32": 32, "F64": 64, "C64": 64,
 }  # fmt: skip
+_FORMATS = ("pt", "tf", "flax", "mlx", "np")  # who wrote the file; transformers 4 refuses others
 _MAX_HEADER_BYTES = 100_000_000
 _PIECE_BYTES = 4 << 20
 
@@ -67,18 +72,30 @@ def checkpoint_binding(folder: Path) -> Checkpoint:
     `digest` is the SHA-256 of the sorted per-tensor digests, each the SHA-256 of stored name, dtype, shape and bytes;
     how the tensors are dealt to files does not enter. An output head stored although the checkpoint ties it to the
     input embeddings (config.json does not say `tie_word_embeddings: false`) counts once when both hold the same bytes.
-    `tokenizer_digest` covers TOKENIZER_FILES, the folder of further chat templates, and tokenizer_config.json without
-    `model_max_length`, which states a length and not how text is read.
+    `tokenizer_digest` covers TOKENIZER_FILES and files of the same kinds, the checkpoint's own Python code, the folder
+    of further chat templates, and tokenizer_config.json without `model_max_length`, which states a length and not how
+    text is read. config.json and generation_config.json are taken over as they are.
 
-    Raises InputError for a folder without safetensors weights or tokenizer files, a shard that the index names and the
-    folder lacks, and a file that is truncated or not in the safetensors format.
+    Raises InputError for a folder without safetensors weights, tokenizer files or config.json, a shard that the index
+    names and the folder lacks, a file that is truncated or not in the safetensors format, and what `check_entries`
+    refuses.
     """
+    check_entries(folder)
     paths = weight_files(folder)
+    config = read_json_object(folder / CONFIG)
+    if config.get("transformers_weights") is not None:
+        raise InputError(
+            f"{folder}: expected the weights in {SINGLE_FILE} or {INDEX_FILE}, got a config.json whose "
+            "transformers_weights names another file; rename that file, and take the key out"
+        )
+    has_generation_config = (folder / GENERATION_CONFIG).exists()
+    generation_config = read_json_object(folder / GENERATION_CONFIG) if has_generation_config else None
+    tokenizer_config = read_json_object(folder / TOKENIZER_CONFIG) if (folder / TOKENIZER_CONFIG).exists() else None
     tokenizer_paths = tokenizer_files(folder)
     with ThreadPoolExecutor(max_workers=min(len(paths), os.cpu_count() or 1, 8)) as pool:
         hashed = list(pool.map(_hash_weights, paths))
     entries = _merged(folder, paths, [tensors for _, tensors in hashed])
-    _drop_tied_head(folder, entries)
+    _drop_tied_head(config, entries)
     weights = [file for file, _ in hashed]
     tokenizer = [
         CheckpointFile(
@@ -92,9 +109,33 @@ def checkpoint_binding(folder: Path) -> Checkpoint:
         digest="sha256:" + hashlib.sha256("\n".join(digests).encode()).hexdigest(),
         num_tensors=len(digests),
         num_parameters=sum(entry.num_parameters for entry, _ in entries.values()),
-        tokenizer_digest=_tokenizer_digest(folder, tokenizer),
+        tokenizer_digest=_tokenizer_digest(tokenizer_config, tokenizer),
+        config=config,
+        generation_config=generation_config,
+        model_max_length=None if tokenizer_config is None else tokenizer_config.get("model_max_length"),
         files=(*weights, *tokenizer),
     )
+
+
+def check_entries(folder: Path) -> None:
+    """InputError unless the folder can be read and holds nothing but regular files and folders, and no adapter.
+
+    Links count as what they point to. A pipe, a device or a socket would make a reader wait, and a broken link is a
+    file that was here; an adapter would be put on top of the weights by whoever loads the folder.
+    """
+    if not folder.is_dir():
+        raise InputError(f"{folder}: expected a checkpoint folder, got {'a file' if folder.exists() else 'nothing'}")
+    templates = folder / CHAT_TEMPLATE_FOLDER
+    try:
+        entries = [*folder.iterdir(), *(templates.iterdir() if templates.is_dir() else ())]
+    except OSError as error:
+        raise InputError(f"{folder}: expected a folder that can be read, got {error.strerror or error}") from error
+    for path in sorted(entries):
+        if not (path.is_file() or path.is_dir()):
+            found = "a broken link" if path.is_symlink() else "something else"
+            raise InputError(f"{path}: expected a regular file or a folder, got {found}; remove or restore it")
+        if path.name == "adapter_config.json":
+            raise InputError(f"{folder}: holds an adapter (adapter_config.json); merge it into its model first")
 
 
 def weight_files(folder: Path) -> list[Path]:
@@ -102,8 +143,6 @@ def weight_files(folder: Path) -> list[Path]:
 
     Raises InputError when there are none, or when a shard is missing.
     """
-    if not folder.is_dir():
-        raise InputError(f"{folder}: expected a checkpoint folder, got {'a file' if folder.exists() else 'nothing'}")
     if (folder / SINGLE_FILE).is_file():
         return [folder / SINGLE_FILE]
     index = folder / INDEX_FILE
@@ -125,6 +164,11 @@ def tokenizer_files(folder: Path) -> list[Path]:
     found = [folder / name for name in names if (folder / name).is_file()]
     if not any(path.name not in (TOKENIZER_CONFIG, "special_tokens_map.json") for path in found):
         raise InputError(f"{folder}: expected tokenizer files such as tokenizer.json, got none")
+    found += [
+        path
+        for path in folder.iterdir()
+        if path.suffix in _TOKENIZER_SUFFIXES and path.name not in names and path.is_file()
+    ]
     templates = folder / CHAT_TEMPLATE_FOLDER
     if templates.is_dir():
         found += [path for path in templates.iterdir() if path.suffix == ".jinja"]
@@ -154,6 +198,10 @@ def read_header(path: Path) -> list[TensorEntry]:
     metadata = value.pop("__metadata__", {})
     if not (isinstance(metadata, dict) and all(isinstance(text, str) for text in metadata.values())):
         raise InputError(f"{path}: expected text under __metadata__ in the header, got {metadata!r:.80}")
+    if metadata.get("format", "pt") not in _FORMATS:
+        raise InputError(
+            f"{path}: expected one of the formats {', '.join(_FORMATS)} in the header, got {metadata['format']!a:.80}"
+        )
     start = 8 + header_bytes
     entries = sorted(
         (_entry(path, name, fields, start) for name, fields in value.items()),
@@ -270,9 +318,9 @@ def _weight_map(index: Path) -> dict[str, str]:
     return weight_map
 
 
-def _drop_tied_head(folder: Path, entries: dict[str, tuple[TensorEntry, str]]) -> None:
+def _drop_tied_head(config: Mapping[str, Any], entries: dict[str, tuple[TensorEntry, str]]) -> None:
     head = entries.get("lm_head.weight")
-    if head is None or read_json_object(folder / "config.json").get("tie_word_embeddings") is False:
+    if head is None or config.get("tie_word_embeddings") is False:
         return
     for name, (entry, content) in entries.items():
         if name.endswith("embed_tokens.weight") and (entry.dtype, entry.shape, content) == (
@@ -287,9 +335,7 @@ def _tensor_digest(entry: TensorEntry, content: str) -> str:
     return hashlib.sha256(description.encode()).hexdigest()
 
 
-def _tokenizer_digest(folder: Path, covered: list[CheckpointFile]) -> str:
-    config: dict[str, Any] | None = None
-    if (folder / TOKENIZER_CONFIG).is_file():
-        config = read_json_object(folder / TOKENIZER_CONFIG)
-        config.pop("model_max_length", None)
+def _tokenizer_digest(config: Mapping[str, Any] | None, covered: list[CheckpointFile]) -> str:
+    if config is not None:
+        config = {key: config[key] for key in config if key != "model_max_length"}
     return "sha256:" + files.sha256_of_json({"files": [[file.name, file.sha256] for file in covered], "config": config})

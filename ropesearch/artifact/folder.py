@@ -5,14 +5,16 @@ import fcntl
 import json
 import shutil
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from ropesearch import files
 from ropesearch.artifact import digest, schema
 from ropesearch.artifact.config import WeightsMode
 from ropesearch.artifact.config_json import extended_config, extended_tokenizer_config
 from ropesearch.artifact.schema import Checkpoint, RopeConfig
-from ropesearch.artifact.strict_json import read_json_object
+from ropesearch.artifact.strict_json import differences, read_json_object
 from ropesearch.errors import BindingError, InputError
 
 # Weights in other formats and what trainers leave behind: never taken along.
@@ -46,7 +48,8 @@ def write_checkpoint_folder(
 
     The folder is built beside `destination` and renamed. A destination with the same content is left as it is; one with
     other content is refused. Raises InputError for that, for a source that cannot be read and for too little disk
-    space; BindingError when the source is not the checkpoint of `rope_config` (all its bytes are read to know).
+    space; BindingError when the source is not the checkpoint of `rope_config` (all its bytes are read to know), its
+    config.json and generation_config.json included.
     """
     if rope_config.not_portable and not allow_unportable:
         raise InputError(
@@ -55,6 +58,16 @@ def write_checkpoint_folder(
         )
     binding = digest.checkpoint_binding(source)
     check_binding(rope_config, binding, source)
+    for name, expected, found in (
+        (digest.CONFIG, rope_config.checkpoint.config, binding.config),
+        (digest.GENERATION_CONFIG, rope_config.checkpoint.generation_config, binding.generation_config),
+    ):
+        difference = next(differences(expected, found), None)
+        if difference is not None:
+            raise BindingError(
+                f"{source}: expected the {name} that the factors were found for, got another: {difference}; restore "
+                "it, or search again"
+            )
     texts = _written_texts(source, rope_config)
     copied, left_behind = _small_files(source, texts)
     weight_paths = [] if weights is WeightsMode.none else digest.weight_files(source)
@@ -98,10 +111,64 @@ def check_binding(rope_config: RopeConfig, found: Checkpoint, folder: Path) -> N
             )
 
 
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """A place where a written folder's JSON is not as it was written.
+
+    `key` is the top-level key of the file `name`; `is_position` tells whether writing the folder set that key; `text`
+    says the whole place, what was expected and what was found.
+    """
+
+    name: str
+    key: str
+    is_position: bool
+    text: str
+
+
+def json_differences(folder: Path, rope_config: RopeConfig) -> list[Difference]:
+    """Where config.json, generation_config.json and the model_max_length of tokenizer_config.json in `folder` are not
+    as they were written for `rope_config`.
+
+    Every key counts, those that no loader of today reads too; the order of keys and white space do not. The other keys
+    of tokenizer_config.json are in the tokenizer digest. Raises InputError for a file that cannot be read, and when
+    `rope_config` is of a model that no config.json can be written for.
+    """
+    bound = rope_config.checkpoint
+    expected = extended_config(bound.config, rope_config)
+    found = read_json_object(folder / digest.CONFIG)
+    result = []
+    for key in dict.fromkeys((*expected, *found)):
+        is_position = list(differences(_only(bound.config, key), _only(expected, key))) != []
+        for text in differences(_only(expected, key), _only(found, key)):
+            result.append(Difference(digest.CONFIG, key, is_position, text))
+
+    path = folder / digest.GENERATION_CONFIG
+    generation_config = read_json_object(path) if path.exists() else None
+    result += [
+        Difference(digest.GENERATION_CONFIG, "", False, text)
+        for text in differences(bound.generation_config, generation_config)
+    ]
+
+    path = folder / digest.TOKENIZER_CONFIG
+    limit = read_json_object(path).get("model_max_length") if path.exists() else None
+    limits = {"model_max_length": bound.model_max_length}
+    if not rope_config.not_portable:
+        limits = extended_tokenizer_config(limits, rope_config.target_length)
+    result += [
+        Difference(digest.TOKENIZER_CONFIG, "model_max_length", True, text)
+        for text in differences(limits, {"model_max_length": limit})
+    ]
+    return result
+
+
+def _only(value: Mapping[str, Any], key: str) -> dict[str, Any]:
+    return {key: value[key]} if key in value else {}
+
+
 def _written_texts(source: Path, rope_config: RopeConfig) -> dict[str, bytes]:
     """The files that are not copies, by name."""
-    config = extended_config(read_json_object(source / "config.json"), rope_config)
-    texts = {schema.FILE_NAME: _json_text(rope_config.to_json()), "config.json": _json_text(config)}
+    config = extended_config(rope_config.checkpoint.config, rope_config)
+    texts = {schema.FILE_NAME: _json_text(rope_config.to_json()), digest.CONFIG: _json_text(config)}
     if not rope_config.not_portable and (source / digest.TOKENIZER_CONFIG).is_file():
         tokenizer = read_json_object(source / digest.TOKENIZER_CONFIG)
         texts[digest.TOKENIZER_CONFIG] = _json_text(extended_tokenizer_config(tokenizer, rope_config.target_length))

@@ -11,10 +11,9 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ropesearch.artifact import schema
 from ropesearch.artifact.config_json import extended_config, unscaled_config
-from ropesearch.artifact.digest import checkpoint_binding
-from ropesearch.artifact.folder import check_binding
+from ropesearch.artifact.digest import check_entries, checkpoint_binding
+from ropesearch.artifact.folder import check_binding, json_differences
 from ropesearch.artifact.schema import RopeConfig
-from ropesearch.artifact.strict_json import read_json_object
 from ropesearch.errors import BindingError, InputError
 from ropesearch.model.config import Attention, DType, ModelConfig
 from ropesearch.model.install import installed
@@ -56,24 +55,25 @@ def load(
     # For readers of the config, save_pretrained among them; the table in force does not come from it.
     model.config.max_position_embeddings = regime.max_length
     if not rope_config.not_portable:
-        extended = extended_config(read_json_object(folder / "config.json"), rope_config)
+        extended = extended_config(rope_config.checkpoint.config, rope_config)
         model.config.rope_parameters = extended["rope_parameters"]
     return model, loaded.tokenizer
 
 
 def read_bound(folder: Path) -> RopeConfig:
-    """The folder's rope_config.json, after comparing it with the folder's weights, tokenizer and config.json.
+    """The folder's rope_config.json, after comparing it with all that `verify` compares at the level digest, and with
+    every key of config.json.
 
-    Raises BindingError, showing both digests, when weights or tokenizer differ, and when config.json is not the one
-    that was written for this rope_config.json; InputError when something cannot be read.
+    Raises BindingError, showing both digests, when weights or tokenizer differ, and when config.json, generation_config
+    .json or tokenizer_config.json is not the one that was written for this rope_config.json; InputError when something
+    cannot be read.
     """
     rope_config = RopeConfig.read(folder)
     check_binding(rope_config, checkpoint_binding(folder), folder)
-    config = read_json_object(folder / "config.json")
-    if config != extended_config(config, rope_config):
+    for difference in json_differences(folder, rope_config):
         raise BindingError(
-            f"{folder}: expected config.json as it was written for this rope_config.json, got another: one of the two "
-            "was changed; `ropesearch verify` says where they differ"
+            f"{folder}: expected {difference.name} as it was written for this rope_config.json, got another: "
+            f"{difference.text}; one of the two was changed, `ropesearch verify` says where they differ"
         )
     return rope_config
 
@@ -101,10 +101,11 @@ def load_unscaled(
 ) -> LoadedModel:
     """The weights of a written folder with the plain table of `rope_config.geometry`, for `installed` to work on.
 
-    This is the model as the search saw it. Weights are not compared with the digest, see `read_bound`. Raises
-    InputError, see `load_model`.
+    This is the model as the search saw it: its config.json is made of the one in rope_config.json. Weights are not
+    compared with the digest, see `read_bound`. Raises InputError, see `load_model` and `check_entries`.
     """
-    config = unscaled_config(read_json_object(folder / "config.json"), rope_config.geometry)
+    check_entries(folder)
+    config = unscaled_config(rope_config.checkpoint.config, rope_config.geometry)
     with tempfile.TemporaryDirectory(prefix="ropesearch-") as name:
         # load_model takes a folder: this one has the same files, but for config.json.
         view = Path(name)

@@ -34,7 +34,9 @@ class CheckpointFile:
 class Checkpoint:
     """What identifies weights and tokenizer; `ropesearch.artifact.digest.checkpoint_binding` makes it.
 
-    `digest` and `tokenizer_digest` decide whether a folder is the one meant. `files` only helps to say where a
+    `digest` and `tokenizer_digest` decide whether a folder is the one meant. `config` and `generation_config` are the
+    values of config.json and generation_config.json (None where there is none) as they were before anything was
+    written, `model_max_length` what tokenizer_config.json says under that key. `files` only helps to say where a
     difference lies: the same tensors in other shards have the same digest and other files.
     """
 
@@ -42,6 +44,9 @@ class Checkpoint:
     num_tensors: int
     num_parameters: int
     tokenizer_digest: str
+    config: Mapping[str, Any]
+    generation_config: Mapping[str, Any] | None = None
+    model_max_length: Any = None
     files: tuple[CheckpointFile, ...]
 
     def to_json(self) -> dict[str, Any]:
@@ -51,6 +56,9 @@ class Checkpoint:
             "num_tensors": self.num_tensors,
             "num_parameters": self.num_parameters,
             "tokenizer_digest": self.tokenizer_digest,
+            "config": self.config,
+            "generation_config": self.generation_config,
+            "model_max_length": self.model_max_length,
             "files": [{"name": file.name, "bytes": file.num_bytes, "sha256": file.sha256} for file in self.files],
         }
 
@@ -78,7 +86,9 @@ class RopeConfig:
 
     def __post_init__(self) -> None:
         try:
-            text = json.dumps({"search": self.search, "evaluation": self.evaluation, "versions": self.versions})
+            given = {"search": self.search, "evaluation": self.evaluation, "versions": self.versions}
+            checkpoints = [each.to_json() for each in (self.checkpoint, self.base_checkpoint) if each is not None]
+            text = json.dumps({**given, "checkpoints": checkpoints})
         except (TypeError, ValueError, RecursionError) as error:
             raise InputError(f"{FILE_NAME}: expected values that JSON can hold, got {error}") from error
         plain = parse_json_object(text.encode(), FILE_NAME)
@@ -117,10 +127,11 @@ class RopeConfig:
     def fingerprint(self) -> str:
         """Hexadecimal SHA-256 over all but `evaluation` and `versions`, to which more may be added later."""
         value = self.to_json()
-        return files.sha256_of_json({key: value[key] for key in value if key not in ("evaluation", "versions")})
+        left_out = ("evaluation", "versions", "content_digest")
+        return files.sha256_of_json({key: value[key] for key in value if key not in left_out})
 
     def to_json(self) -> dict[str, Any]:
-        """The JSON object of schema 1; `from_json` of it equals this."""
+        """The JSON object of schema 1, sealed with its `content_digest`; `from_json` of it equals this."""
         geometry = self.geometry
         layer_types = None
         if geometry.layer_types is not None:
@@ -128,7 +139,7 @@ class RopeConfig:
                 name: {"rope_theta": layer.rope_theta, "rescaled": layer.rescaled}
                 for name, layer in geometry.layer_types.items()
             }
-        return {
+        value = {
             "schema_version": SCHEMA_VERSION,
             "target_length": self.target_length,
             "geometry": {
@@ -157,13 +168,14 @@ class RopeConfig:
             "evaluation": self.evaluation,
             "versions": self.versions,
         }
+        return {**value, "content_digest": content_digest(value)}
 
     @classmethod
     def from_json(cls, value: Mapping[str, Any], where: str = FILE_NAME) -> "RopeConfig":
         """The RopeConfig that `value` (as parsed from strict JSON) describes; `where` names it in messages.
 
-        Raises InputError with the JSON path, what was expected and what was found, and for a schema version other than
-        the one understood.
+        Raises InputError with the JSON path, what was expected and what was found, for a schema version other than the
+        one understood, and for a value that is not the one its `content_digest` was taken of.
         """
         _check_schema(value, where)
         try:
@@ -194,6 +206,11 @@ class RopeConfig:
         ):
             if found != expected:
                 raise InputError(f"{where}: $.{key}: expected {expected} for what the rest says, got {found}")
+        if (digest := content_digest(value)) != value["content_digest"]:
+            raise InputError(
+                f"{where}: $.content_digest: expected {digest} for what the rest says, got {value['content_digest']}; "
+                "the file was changed after it was written: restore it, or write it anew"
+            )
         return result
 
     @classmethod
@@ -205,6 +222,11 @@ class RopeConfig:
     def write(self, path: Path) -> None:
         """Write the file in one step (beside, then renamed)."""
         files.write_json(path, self.to_json())
+
+
+def content_digest(value: Mapping[str, Any]) -> str:
+    """ "sha256:" and the SHA-256 of the canonical JSON of all keys of `value` but `content_digest` itself."""
+    return "sha256:" + files.sha256_of_json({key: value[key] for key in value if key != "content_digest"})
 
 
 def _geometry(value: Mapping[str, Any]) -> Geometry:
@@ -230,6 +252,9 @@ def _checkpoint(value: Mapping[str, Any]) -> Checkpoint:
         num_tensors=value["num_tensors"],
         num_parameters=value["num_parameters"],
         tokenizer_digest=value["tokenizer_digest"],
+        config=value["config"],
+        generation_config=value["generation_config"],
+        model_max_length=value["model_max_length"],
         files=tuple(
             CheckpointFile(name=file["name"], num_bytes=file["bytes"], sha256=file["sha256"]) for file in value["files"]
         ),

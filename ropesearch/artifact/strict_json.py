@@ -2,6 +2,7 @@
 
 import json
 import math
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -10,6 +11,8 @@ from ropesearch.errors import InputError
 
 def read_json_object(path: Path) -> dict[str, Any]:
     """The JSON object in a file. Raises InputError, naming the file, when it cannot be read or is not strict JSON."""
+    if path.exists() and not path.is_file():  # opening a pipe would wait for a writer
+        raise InputError(f"{path}: expected a readable JSON file, got something else than a regular file")
     try:
         content = path.read_bytes()
     except OSError as error:
@@ -39,6 +42,31 @@ def parse_json_object(content: bytes, where: str) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise InputError(f"{where}: expected a JSON object, got {type(value).__name__}")
     return value
+
+
+def differences(expected: Any, found: Any, path: str = "$") -> Iterator[str]:
+    """Where two JSON values differ, each place with its JSON path and both values.
+
+    Stricter than `==` of Python: true, 1 and 1.0 are three values, and a key that is null is not a key that is missing.
+    """
+    if isinstance(expected, dict) and isinstance(found, dict):
+        for key in dict.fromkeys((*expected, *found)):
+            place = f"{path}.{key}" if key.isascii() and key.isidentifier() else f"{path}[{key!a}]"
+            if key not in found:
+                yield f"{place}: expected {_shown(expected[key])}, got no such key"
+            elif key not in expected:
+                yield f"{place}: expected no such key, got {_shown(found[key])}"
+            else:
+                yield from differences(expected[key], found[key], place)
+    elif isinstance(expected, list) and isinstance(found, list) and len(expected) == len(found):
+        for index, (expected_item, found_item) in enumerate(zip(expected, found, strict=True)):
+            yield from differences(expected_item, found_item, f"{path}[{index}]")
+    elif json.dumps(expected, sort_keys=True) != json.dumps(found, sort_keys=True):
+        yield f"{path}: expected {_shown(expected)}, got {_shown(found)}"
+
+
+def _shown(value: Any) -> str:
+    return f"{value!a:.80}"
 
 
 def _refuse_constant(text: str) -> NoReturn:

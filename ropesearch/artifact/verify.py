@@ -9,25 +9,51 @@ from typing import Any
 import numpy as np
 import torch
 import transformers
+from huggingface_hub.errors import StrictDataclassError
+from safetensors import SafetensorError
 
 from ropesearch import seeding
 from ropesearch.artifact.config import VerifyLevel
-from ropesearch.artifact.config_json import extended_config, extended_tokenizer_config
-from ropesearch.artifact.digest import TOKENIZER_CONFIG, checkpoint_binding
+from ropesearch.artifact.digest import (
+    CONFIG,
+    GENERATION_CONFIG,
+    TOKENIZER_CONFIG,
+    check_entries,
+    checkpoint_binding,
+)
+from ropesearch.artifact.folder import Difference, json_differences
 from ropesearch.artifact.load import load, load_unscaled
 from ropesearch.artifact.schema import RopeConfig
-from ropesearch.artifact.strict_json import read_json_object
 from ropesearch.errors import BindingError, InputError
 from ropesearch.model.install import installed, rotary_table
 from ropesearch.model.rotary import find_rotary
+from ropesearch.rope.geometry import Geometry
 from ropesearch.rope.regime import Regime, inverse_frequencies
 
 # float32 powers of theta are this close to the float64 ones (relative); the float32 table itself is compared exactly.
 _TABLE_TOLERANCE = 1e-5
 _LOGITS_TOLERANCE = 1e-5
 _NUM_POSITIONS = 64
+_NUM_SHOWN = 10
+# Keys of config.json that change the table and nothing else of the model.
+_TABLE_KEYS = (
+    "max_position_embeddings", "original_max_position_embeddings", "rope_config_fingerprint", "rope_parameters",
+    "rope_scaling", "rope_theta",
+)  # fmt: skip
 _AUTO_MODEL: Any = transformers.AutoModelForCausalLM
-_LOAD_ERRORS = (OSError, ValueError, KeyError, TypeError, AttributeError, ImportError, RuntimeError)
+# What transformers raises for a config.json that it cannot use.
+_LOAD_ERRORS = (
+    OSError,
+    ValueError,
+    LookupError,
+    TypeError,
+    AttributeError,
+    ArithmeticError,
+    ImportError,
+    RuntimeError,
+    SafetensorError,
+    StrictDataclassError,
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,11 +74,13 @@ def verify(
 ) -> list[Finding]:
     """Check a written folder against its rope_config.json; the answer is yes when every finding is ok.
 
-    - digest: weights and tokenizer against the digests. rope_config.json has digests of files, not of each tensor, so a
-      difference is narrowed to a file.
-    - table: config.json against the one that would be written, key by key, and the rotary module that transformers
-      builds from it, below and above original_length, against the float32 table (bit for bit), against the float64
-      formula (relative tolerance 1e-5) and against the attention factor (exactly).
+    - digest: weights and tokenizer against the digests, and every key of config.json and generation_config.json that
+      the writing of the folder left alone against its value in rope_config.json. There are digests of files, not of
+      each tensor, so a difference in the weights is narrowed to a file.
+    - table: every key of config.json that the writing set (and model_max_length of tokenizer_config.json) against what
+      would be written, and the rotary module that transformers builds from config.json, below and above
+      original_length, against the float32 table (bit for bit), against the float64 formula (relative tolerance 1e-5)
+      and against the attention factor (exactly). From another model's config.json nothing is built.
     - logits: the folder as transformers loads it by itself against the unscaled model with the regime installed, on
       random tokens of lengths 1, original_length - 1, original_length, original_length + 1 and target_length, at up to
       64 positions, in the checkpoint's dtype (absolute tolerance 1e-5, times the greatest logit where that is above 1).
@@ -61,21 +89,33 @@ def verify(
     For a regime that config.json cannot express, table asks that config.json describes the unscaled model, and logits
     compares what `ropesearch.load` gives instead.
 
-    Raises InputError for files that cannot be read, are malformed, or cannot be loaded.
+    What counts as the same folder: the same tensors (name, dtype, shape, bytes) in other shards or another order, with
+    other notes in the headers and the index; rope_config.json, config.json, generation_config.json and
+    tokenizer_config.json with other white space or another order of keys; other files that no loader of weights and
+    tokenizer reads (README, licence). Everything else is a difference: any JSON value that is another (1, 1.0 and true
+    are three values; null is not a missing key), a key more or less, known or not, any byte of the other tokenizer
+    files, the chat templates and Python code. A rope_config.json that is not the one its own content_digest was taken
+    of is refused, its evaluation and versions included.
+
+    Raises InputError for files that cannot be read, are malformed, or cannot be loaded; for a folder with pipes, broken
+    links or an adapter in it.
     """
     if not levels:
         raise InputError(f"levels: expected at least one of {', '.join(level.name for level in VerifyLevel)}, got none")
     if max_logits_tokens < 1:
         raise InputError(f"max_logits_tokens: expected at least 1 token, got {max_logits_tokens}")
+    check_entries(folder)
     rope_config = RopeConfig.read(folder)
+    differences = json_differences(folder, rope_config)
     findings: list[Finding] = []
     if VerifyLevel.digest in levels:
         findings += _check_digest(folder, rope_config)
+        findings += _check_settings(differences)
     if VerifyLevel.table in levels:
-        findings += _check_table(folder, rope_config)
+        findings += _check_table(folder, rope_config, differences)
     if VerifyLevel.logits in levels:
         try:
-            findings += _check_logits(folder, rope_config, max_logits_tokens, device)
+            findings += _check_logits(folder, rope_config, differences, max_logits_tokens, device)
         except (InputError, BindingError) as error:
             # What was found already explains why the model cannot be built; the answer is no, not "malformed".
             if all(finding.ok for finding in findings):
@@ -86,8 +126,8 @@ def verify(
 
 def _check_digest(folder: Path, rope_config: RopeConfig) -> Iterator[Finding]:
     bound, found = rope_config.checkpoint, checkpoint_binding(folder)
-    sha256 = {file.name: file.sha256 for file in found.files}
-    changed = [file.name for file in bound.files if sha256.get(file.name) != file.sha256]
+    before, after = ({file.name: file.sha256 for file in files} for files in (bound.files, found.files))
+    changed = [name for name in {**before, **after} if before.get(name) != after.get(name)]
     weights = ", ".join(name for name in changed if name.endswith(".safetensors"))
     tokenizer = ", ".join(name for name in changed if not name.endswith(".safetensors"))
     counted = (found.num_tensors, found.num_parameters)
@@ -111,7 +151,7 @@ def _check_digest(folder: Path, rope_config: RopeConfig) -> Iterator[Finding]:
         message = f"weights: {found.digest} ({found.num_tensors} tensors, {found.num_parameters:,} parameters)"
         yield Finding(level=VerifyLevel.digest, ok=True, message=message)
     if bound.tokenizer_digest != found.tokenizer_digest:
-        where = tokenizer or f"{TOKENIZER_CONFIG}, or a file that was not there before"
+        where = tokenizer or TOKENIZER_CONFIG
         message = (
             f"tokenizer: expected {bound.tokenizer_digest}, got {found.tokenizer_digest}; the difference is in {where}"
         )
@@ -120,27 +160,49 @@ def _check_digest(folder: Path, rope_config: RopeConfig) -> Iterator[Finding]:
         yield Finding(level=VerifyLevel.digest, ok=True, message=f"tokenizer: {found.tokenizer_digest}")
 
 
-def _check_table(folder: Path, rope_config: RopeConfig) -> Iterator[Finding]:
+def _check_settings(differences: Sequence[Difference]) -> Iterator[Finding]:
+    others = [each for each in differences if not each.is_position]
+    yield from _shown_differences(VerifyLevel.digest, others)
+    if not others:
+        message = f"{CONFIG}, {GENERATION_CONFIG}: every value as in rope_config.json, but for those of the table"
+        yield Finding(level=VerifyLevel.digest, ok=True, message=message)
+
+
+def _shown_differences(level: VerifyLevel, differences: Sequence[Difference]) -> Iterator[Finding]:
+    for each in differences[:_NUM_SHOWN]:
+        yield Finding(level=level, ok=False, message=f"{each.name}: {each.text}")
+    if len(differences) > _NUM_SHOWN:
+        yield Finding(level=level, ok=False, message=f"and {len(differences) - _NUM_SHOWN} more differences")
+
+
+def _check_table(folder: Path, rope_config: RopeConfig, differences: Sequence[Difference]) -> Iterator[Finding]:
     geometry, regime = rope_config.geometry, rope_config.regimes[-1]
-    config = read_json_object(folder / "config.json")
     if rope_config.not_portable:
         regime = Regime(name="unscaled", max_length=geometry.original_length, factors=(1.0,) * geometry.num_pairs)
-    try:
-        expected = extended_config(config, rope_config)
-    except InputError as error:
-        yield Finding(level=VerifyLevel.table, ok=False, message=str(error))
-        return
-    differences = [f"config.json: {text}" for text in _differences(expected, config, "$")]
-    if (folder / TOKENIZER_CONFIG).is_file() and not rope_config.not_portable:
-        tokenizer = read_json_object(folder / TOKENIZER_CONFIG)
-        raised = extended_tokenizer_config(tokenizer, rope_config.target_length)
-        differences += [f"{TOKENIZER_CONFIG}: {text}" for text in _differences(raised, tokenizer, "$")]
-    for message in differences[:10]:
+    yield from _shown_differences(VerifyLevel.table, [each for each in differences if each.is_position])
+    another = _another_model(differences)
+    if another is not None:
+        message = f"inverse frequencies: not compared, config.json describes another model ({another})"
         yield Finding(level=VerifyLevel.table, ok=False, message=message)
-    if len(differences) > 10:
-        yield Finding(level=VerifyLevel.table, ok=False, message=f"and {len(differences) - 10} more differences")
+        return
+    try:
+        yield from [*_table_findings(folder, geometry, regime, rope_config.target_length)]
+    except InputError as error:
+        if not differences:
+            raise
+        yield Finding(level=VerifyLevel.table, ok=False, message=f"inverse frequencies: not compared: {error}")
+        return
+    if rope_config.not_portable:
+        message = (
+            f"config.json cannot express {', '.join(rope_config.not_portable)}: other loaders see the unscaled model, "
+            "ropesearch.load the regime"
+        )
+        yield Finding(level=VerifyLevel.table, ok=True, message=message)
 
-    tables, attention_factor = _built_by_transformers(folder, geometry.original_length, rope_config.target_length)
+
+def _table_findings(folder: Path, geometry: Geometry, regime: Regime, target_length: int) -> Iterator[Finding]:
+    """The tables that transformers builds from the folder's config.json against those of the regime."""
+    tables, attention_factor = _built_by_transformers(folder, geometry.original_length, target_length)
     exact = rotary_table(geometry, regime).numpy()
     formula = inverse_frequencies(geometry, regime.factors)
     for where, table in tables.items():
@@ -152,24 +214,15 @@ def _check_table(folder: Path, rope_config: RopeConfig) -> Iterator[Finding]:
             yield Finding(level=VerifyLevel.table, ok=True, message=message)
     message = f"attention factor: expected {regime.attention_factor!r}, got {attention_factor!r}"
     yield Finding(level=VerifyLevel.table, ok=attention_factor == regime.attention_factor, message=message)
-    if rope_config.not_portable:
-        message = (
-            f"config.json cannot express {', '.join(rope_config.not_portable)}: other loaders see the unscaled model, "
-            "ropesearch.load the regime"
-        )
-        yield Finding(level=VerifyLevel.table, ok=True, message=message)
 
 
-def _differences(expected: Any, found: Any, path: str) -> Iterator[str]:
-    """Where two JSON values differ, each with its path and both values."""
-    if isinstance(expected, dict) and isinstance(found, dict):
-        for key in dict.fromkeys((*expected, *found)):
-            yield from _differences(expected.get(key), found.get(key), f"{path}.{key}")
-    elif isinstance(expected, list) and isinstance(found, list) and len(expected) == len(found):
-        for index, (expected_item, found_item) in enumerate(zip(expected, found, strict=True)):
-            yield from _differences(expected_item, found_item, f"{path}[{index}]")
-    elif expected != found:
-        yield f"{path}: expected {expected!r:.80}, got {found!r:.80}"
+def _another_model(differences: Sequence[Difference]) -> str | None:
+    """A difference that makes config.json describe a model of another kind or extent, which may not fit in memory."""
+    for each in differences:
+        of_the_table = each.key in _TABLE_KEYS and "partial_rotary_factor" not in each.text
+        if each.name == CONFIG and not of_the_table:
+            return each.text
+    return None
 
 
 def _wrong_pairs(table: Any, exact: Any, formula: Any) -> str | None:
@@ -201,7 +254,12 @@ def _built_by_transformers(folder: Path, original_length: int, target_length: in
     return tables, float(rotary.attention_scaling)
 
 
-def _check_logits(folder: Path, rope_config: RopeConfig, max_logits_tokens: int, device: str) -> Iterator[Finding]:
+def _check_logits(
+    folder: Path, rope_config: RopeConfig, differences: Sequence[Difference], max_logits_tokens: int, device: str
+) -> Iterator[Finding]:
+    another = _another_model(differences)
+    if another is not None:
+        raise BindingError(f"{folder}: config.json describes another model than rope_config.json: {another}")
     original_length, target_length = rope_config.geometry.original_length, rope_config.target_length
     wanted = sorted({1, original_length - 1, original_length, original_length + 1, target_length})
     left_out = [length for length in wanted if length > max_logits_tokens]

@@ -18,6 +18,7 @@ _TEXT_SUFFIXES = frozenset({".txt", ".md"})
 _RECORD_SUFFIXES = frozenset({".jsonl", ".parquet"})
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 _PARQUET_BATCH_ROWS = 16  # documents may be large
+_PARQUET_TEXT_TYPES = ("string", "large_string", "string_view", "null")
 _KINDS = "a text file, a folder of .txt or .md files, a .jsonl or .parquet file, or a dataset's name"
 _BINARY_REMEDY = "convert it to UTF-8 text, or take it out of the corpus"
 
@@ -52,10 +53,14 @@ def read_documents(
 ) -> Iterator[Document]:
     """The documents of a corpus, read while they are asked for. Texts are never empty and hold no lone surrogates.
 
-    A text file is one document: UTF-8 (a byte order mark is dropped), line ends as "\\n". In a folder, files of
-    records (.jsonl, .parquet) at any depth are the corpus, or the text files (.txt, .md) if there are none; hidden
-    files and folders are passed over. A folder with neither is given to `datasets`, like a name on the hub. Records
-    with an empty or missing (null) text are passed over.
+    A text file is one document: UTF-8, line ends as "\\n". In a folder, files of records (.jsonl, .parquet) at any
+    depth are the corpus, or the text files (.txt, .md) if there are none; links to folders are followed, each folder
+    once; hidden files and folders are passed over. A folder with neither is given to `datasets`, like a name on the
+    hub. Records with an empty or missing (null) text are passed over. A byte order mark before a text is dropped. A
+    zero byte makes a file binary and is refused there; in a record it is a character like others.
+
+    One document is in memory at a time: its bytes, and its text in 1, 2 or 4 bytes a character (Python's), the text of
+    a record twice while it is parsed.
 
     Args:
         split: of a corpus already split (`is_split`), the subfolder to read; names then start with it.
@@ -78,6 +83,9 @@ def read_documents(
     if not names:
         if not any(folder.iterdir()):
             raise InputError(f"{folder}: expected documents, got an empty folder; give {_KINDS}")
+        for file in _files(folder):
+            if not file.is_file():  # a reader would wait for the other end of a pipe
+                raise InputError(f"{file}: expected a regular file, got something else or a broken link; remove it")
         yield from _read_dataset(config, str(folder))
         return
     for index in range(len(names)) if order is None else order.permutation(len(names)):
@@ -102,18 +110,28 @@ def _local(path: str) -> Path | None:
 
 def _file_names(folder: Path) -> list[str]:
     """Sorted paths, relative to the folder, of the files in it that hold documents."""
-    names: list[str] = []
-
-    def fail(error: OSError) -> None:
-        raise InputError(f"{error.filename}: expected a folder that can be read ({error.strerror})") from error
-
-    for root, folders, files in os.walk(folder, onerror=fail):
-        folders[:] = [name for name in folders if not name.startswith(".")]
-        names += [(Path(root) / name).relative_to(folder).as_posix() for name in files if not name.startswith(".")]
+    names = [file.relative_to(folder).as_posix() for file in _files(folder)]
     for suffixes in (_RECORD_SUFFIXES, _TEXT_SUFFIXES):
         if found := sorted(name for name in names if Path(name).suffix.lower() in suffixes):
             return found
     return []
+
+
+def _files(folder: Path) -> Iterator[Path]:
+    """All that is no folder in a folder, at any depth, hidden names passed over; links to folders are followed."""
+
+    def fail(error: OSError) -> None:
+        raise InputError(f"{error.filename}: expected a folder that can be read ({error.strerror})") from error
+
+    visited: set[tuple[int, int]] = set()
+    for root, folders, names in os.walk(folder, onerror=fail, followlinks=True):
+        status = os.stat(root)
+        if (status.st_dev, status.st_ino) in visited:
+            folders.clear()  # a link back to where the walk has been
+            continue
+        visited.add((status.st_dev, status.st_ino))
+        folders[:] = sorted(name for name in folders if not name.startswith("."))
+        yield from (Path(root) / name for name in names if not name.startswith("."))
 
 
 def _read_file(path: Path, name: str, text_field: str) -> Iterator[Document]:
@@ -137,7 +155,7 @@ def _read_text(path: Path) -> str:
     text = _decode(path.read_bytes(), str(path)).replace("\r\n", "\n")
     if "\0" in text:
         raise InputError(f"{path}: expected text, got binary content (a zero byte); {_BINARY_REMEDY}")
-    if not text.strip():
+    if text.isspace() or not text:
         raise InputError(f"{path}: expected text, got nothing but white space; take it out of the corpus")
     return text
 
@@ -182,6 +200,14 @@ def _read_parquet(path: Path, name: str, text_field: str) -> Iterator[Document]:
             fields = file.schema_arrow.names
             if text_field not in fields:
                 raise _no_field(text_field, fields, str(path))
+            if fields.count(text_field) > 1:
+                raise InputError(f"{path}: expected one field {text_field!r}, got {fields.count(text_field)}")
+            kind = file.schema_arrow.field(text_field).type
+            values = kind.value_type if pyarrow.types.is_dictionary(kind) else kind
+            if str(values) not in _PARQUET_TEXT_TYPES:
+                raise InputError(
+                    f"{path}: expected text in the field {text_field!r}, got {kind!s:.80}; name another field"
+                )
             if not file.metadata.num_rows:
                 raise InputError(f"{path}: expected documents, got no rows; take it out of the corpus")
             for batch in file.iter_batches(batch_size=_PARQUET_BATCH_ROWS, columns=[text_field]):
@@ -211,13 +237,20 @@ def _read_dataset(config: CorpusConfig, name: str) -> Iterator[Document]:
             records = datasets.load_dataset(
                 name, config.dataset_config, split=config.dataset_split, streaming=config.streaming
             )
+            if Path(name).exists() and records.info.builder_name == "text":
+                raise InputError(
+                    f"{name}: expected documents, got files of text that `datasets` reads line by line, each line as a "
+                    "document; unpack them into .txt files"
+                )
         fields = records.column_names
         if fields is not None and config.text_field in fields:
             records = records.select_columns([config.text_field])
         for number, record in enumerate(records, start=1):
             if text := _text_of(record, config.text_field, f"dataset {name}, record {number}"):
                 yield Document(f"{config.dataset_split}:{number}", text)
-    except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:
+    except InputError:
+        raise
+    except Exception as error:  # each format's reader has errors of its own: zip, tar, gzip, missing libraries
         reason = " ".join(str(error).split()) or type(error).__name__
         where = "" if Path(name).exists() else "no such file or folder, so "
         raise InputError(
@@ -234,13 +267,13 @@ def _text_of(record: Mapping[str, Any], text_field: str, place: str) -> str | No
     if text is not None and not isinstance(text, str):
         found = type(text).__name__
         raise InputError(f"{place}: expected text in the field {text_field!r}, got {found}; name another field")
-    if text is None or not text.strip():
+    if text is None or not text.strip("\ufeff").strip():
         return None
     try:
         text.encode()
     except UnicodeEncodeError as error:
         raise InputError(f"{place}: expected Unicode text, got a lone surrogate at character {error.start}") from error
-    return text
+    return text.removeprefix("\ufeff")
 
 
 def _no_field(text_field: str, fields: list[str], place: str) -> InputError:

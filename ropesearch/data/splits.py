@@ -43,7 +43,12 @@ def split_documents(
     A corpus already split keeps its splits; the first long enough documents of each are taken, by name. Otherwise the
     documents are dealt, a pure function of corpus, config and seed: the files of a folder are read in an order drawn
     from the seed, a dataset in its own, until a quarter more than needed are long enough; from these the splits are
-    drawn. Texts that differ in white space only, or begin with the same `num_tokens` tokens, count once.
+    drawn.
+
+    Copies count once, so that no two windows hold the same: texts that differ in white space only, that begin with the
+    same `num_tokens` characters when white space is left out (a quarter of the window, in prose), or with the same
+    `num_tokens` tokens. Line ends, a byte order mark, another ending or indentation make no other text; another
+    spelling of the same characters (Unicode composed and decomposed) does.
 
     Raises:
         InputError: too few long enough documents; in a corpus already split, a text that stands in two splits; what
@@ -83,6 +88,19 @@ def content_digest(text: str) -> bytes:
     return digest.digest()
 
 
+def beginning_digest(text: str, num_characters: int) -> bytes | None:
+    """SHA-256 of the first `num_characters` of a text, white space left out; None where there are fewer."""
+    parts: list[str] = []
+    num_missing = num_characters
+    for start in range(0, len(text), num_characters):
+        part = "".join(text[start : start + num_characters].split())[:num_missing]
+        parts.append(part)
+        num_missing -= len(part)
+        if not num_missing:
+            return hashlib.sha256("".join(parts).encode()).digest()
+    return None
+
+
 class _Search:
     """Looks for documents of at least `num_tokens` tokens; remembers every text over all splits."""
 
@@ -103,7 +121,7 @@ class _Search:
                 found.stopped_at_limit = True
                 break
             found.num_documents += 1
-            if not self._is_new(content_digest(document.text), document.name, split, "the same text"):
+            if not self._is_new_text(document, split):
                 found.num_duplicates += 1
             elif len(found.beginnings) < num_wanted:
                 self._try(document, found, split)
@@ -121,6 +139,13 @@ class _Search:
             found.beginnings.append(Beginning(document.name, token_ids))
         else:
             found.num_duplicates += 1
+
+    def _is_new_text(self, document: Document, split: str | None) -> bool:
+        if not self._is_new(content_digest(document.text), document.name, split, "the same text"):
+            return False
+        beginning = beginning_digest(document.text, self._num_tokens)
+        what = f"the same first {self._num_tokens} characters without white space"
+        return beginning is None or self._is_new(beginning, document.name, split, what)
 
     def _is_new(self, content: bytes, name: str, split: str | None, what: str) -> bool:
         digest = hashlib.sha256(content).digest()

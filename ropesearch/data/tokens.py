@@ -25,12 +25,15 @@ _SLACK_TOKENS = 64  # between the last token taken and the nearer cut
 def first_tokens(tokenizer: "PreTrainedTokenizerBase", text: str, num_tokens: int) -> TokenIds:
     """The first `num_tokens` tokens of `text` (all where there are fewer), int32, without special tokens added.
 
+    What spells a special token in the text, such as "<s>", is text and is split like it: a document must not be able to
+    end or begin a sequence in its middle. Other added tokens are found as usual.
+
     Equal to the beginning of the whole text's tokens: tokens are taken from a prefix only where they end well before
     its cut and a second cut further on gives the same ones; else from ever longer prefixes, in the end from the text.
     """
 
     def encode(part: str) -> list[int]:
-        ids: list[int] = tokenizer.encode(part, add_special_tokens=False, verbose=False)
+        ids: list[int] = tokenizer.encode(part, add_special_tokens=False, split_special_tokens=True, verbose=False)
         return ids
 
     cut = num_tokens * _CHARACTERS_PER_TOKEN + _APART_CHARACTERS
@@ -49,7 +52,7 @@ def tokenizer_digest(tokenizer: "PreTrainedTokenizerBase") -> str | None:
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None or not hasattr(backend, "to_str"):
         return None
-    special = {"split_special_tokens": bool(getattr(tokenizer, "split_special_tokens", False))}
+    special = {"split_special_tokens": True}  # as `first_tokens` does
     pipeline = json.loads(backend.to_str())
     pipeline |= {"truncation": None, "padding": None}  # set by each call
     return sha256_of_json([type(tokenizer).__name__, special, pipeline])

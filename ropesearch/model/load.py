@@ -69,6 +69,7 @@ def load_model(config: ModelConfig) -> LoadedModel:
             use_safetensors=True,
             trust_remote_code=config.trust_remote_code,
             local_files_only=True,
+            ignore_mismatched_sizes=True,  # `_check_weights` refuses them by name
             output_loading_info=True,
         )
     except _LOAD_ERRORS as error:
@@ -175,6 +176,7 @@ def _read_tokenizer(folder: Path, trust_remote_code: bool) -> PreTrainedTokenize
         tokenizer: PreTrainedTokenizerBase = transformers.AutoTokenizer.from_pretrained(
             folder, trust_remote_code=trust_remote_code, local_files_only=True
         )
+        tokenizer.encode("a text", add_special_tokens=False)  # some values are only met when it is used
     except Exception as error:  # the tokenizers library raises plain Exception for a file that it cannot use
         raise InputError(f"{folder}: the tokenizer could not be loaded: {_reason(error)}") from error
     return tokenizer

@@ -20,10 +20,7 @@ class Budget:
     """
 
     def __init__(self, config: BudgetConfig, sampler: CandidateSampler, cost_tokens: int, num_baselines: int) -> None:
-        for name in ("num_trials", "forward_equivalent_tokens", "minutes", "patience_trials"):
-            limit = getattr(config, name)
-            if limit is not None and not (math.isfinite(limit) and limit > 0):
-                raise InputError(f"budget.{name}: expected a number above 0, or null for no limit, got {limit}")
+        config.check()
         least = (num_baselines + 1) * cost_tokens
         if config.forward_equivalent_tokens is not None and config.forward_equivalent_tokens < least:
             raise InputError(

@@ -1,8 +1,10 @@
 """What a search can be told. Standard library only; values are checked where they are used, with an InputError."""
 
+import math
 from dataclasses import dataclass
 from enum import Enum
 
+from ropesearch.errors import InputError
 from ropesearch.settings import setting
 
 
@@ -108,6 +110,13 @@ class BudgetConfig:
     minutes: float | None = setting(None, "minutes of scoring, summed over trials and workers; the baselines count")
     patience_trials: int | None = setting(None, "candidates in a row without a better score")
 
+    def check(self) -> None:
+        """Raise InputError unless every limit is null or a number above 0."""
+        for name in ("num_trials", "forward_equivalent_tokens", "minutes", "patience_trials"):
+            limit = getattr(self, name)
+            if limit is not None and not (math.isfinite(limit) and limit > 0):
+                raise InputError(f"budget.{name}: expected a number above 0, or null for no limit, got {limit}")
+
 
 @dataclass(kw_only=True)
 class SelectionConfig:
@@ -117,6 +126,11 @@ class SelectionConfig:
         8,
         "best searched candidates that are scored again, beside the baselines, on the selection windows",
     )
+
+    def check(self) -> None:
+        """Raise InputError unless there is at least one finalist."""
+        if self.num_finalists < 1:
+            raise InputError(f"selection.num_finalists: expected at least 1, got {self.num_finalists}")
 
 
 class StorageName(Enum):

@@ -36,12 +36,6 @@ class Finalist:
     excess_nats: float | None = None
 
 
-def check_selection(config: SelectionConfig) -> None:
-    """Raise InputError unless there is at least one finalist."""
-    if config.num_finalists < 1:
-        raise InputError(f"selection.num_finalists: expected at least 1, got {config.num_finalists}")
-
-
 def choose_finalists(trials: Sequence[FrozenTrial], config: SelectionConfig, max_length: int) -> list[Finalist]:
     """The best num_finalists searched trials and every scored baseline, by search score."""
     scored = ranked(trials)

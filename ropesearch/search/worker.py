@@ -24,7 +24,7 @@ from ropesearch.search.config import BudgetConfig, SelectionConfig
 from ropesearch.search.ownership import exclusive, is_alive, working
 from ropesearch.search.parameters import candidate_of, suggest
 from ropesearch.search.sampler import CandidateSampler
-from ropesearch.search.selection import SELECTION, Finalist, check_selection, choose_finalists, score_finalists
+from ropesearch.search.selection import SELECTION, Finalist, choose_finalists, score_finalists
 from ropesearch.search.space import Candidate
 from ropesearch.search.study import OpenStudy, open_study
 from ropesearch.search.trials import (
@@ -126,7 +126,7 @@ def run_search(
     """
     space = sampler.space
     baselines = baseline_regimes(space.geometry, space.target_length)
-    check_selection(selection)
+    selection.check()
     limits = Budget(budget, sampler, cost_tokens, len(baselines))
     opened = open_study(run_folder, fingerprints, sampler)
     with working(run_folder) as name:

@@ -43,6 +43,7 @@ CHECKPOINT = Checkpoint(
     num_tensors=21,
     num_parameters=35_104,
     tokenizer_digest="sha256:" + "2" * 64,
+    config={"model_type": "llama", "max_position_embeddings": toys.ORIGINAL_LENGTH, "rms_norm_eps": 1e-6},
     files=(CheckpointFile(name="model.safetensors", num_bytes=142_000, sha256="3" * 64),),
 )
 

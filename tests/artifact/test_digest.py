@@ -1,5 +1,6 @@
 import hashlib
 import json
+import os
 import shutil
 from pathlib import Path
 from typing import Any
@@ -185,6 +186,7 @@ def header_file(path: Path, header: Any, data: bytes) -> Path:
         (b'{"a": {}, "a": {}}', b"", "twice"),
         (b"[]", b"", "expected a JSON object"),
         ({"__metadata__": {"format": 3}}, b"", "expected text under __metadata__"),
+        ({"__metadata__": {"format": "qt"}}, b"", "expected one of the formats pt, .* in the header, got 'qt'"),
     ],
 )
 def test_a_malformed_header_is_refused(tmp_path: Path, header: Any, data: bytes, message: str) -> None:
@@ -290,7 +292,9 @@ def test_the_tokenizer_digest_covers_what_changes_text_or_ids(folder: Path) -> N
     assert digest() == before
 
     seen = {before}
-    for name in ("chat_template.jinja", "special_tokens_map.json", "added_tokens.json", "tokenizer.model"):
+    for name in (
+        "chat_template.jinja", "special_tokens_map.json", "added_tokens.json", "tokenizer.model", "x.tiktoken", "x.py",
+    ):  # fmt: skip
         (folder / name).write_text("x")
         seen.add(digest())
     (folder / "additional_chat_templates").mkdir()
@@ -298,7 +302,7 @@ def test_the_tokenizer_digest_covers_what_changes_text_or_ids(folder: Path) -> N
     seen.add(digest())
     (folder / "tokenizer.json").write_text('{"model": {} }')
     seen.add(digest())
-    assert len(seen) == 7
+    assert len(seen) == 9
     (folder / "README.md").write_text("x")
     assert digest() in seen
 
@@ -307,3 +311,33 @@ def test_a_folder_elsewhere_has_the_same_binding(folder: Path, tmp_path_factory:
     copy = tmp_path_factory.mktemp("copy") / "folder"
     shutil.copytree(folder, copy)
     assert checkpoint_binding(copy) == checkpoint_binding(folder)
+
+
+def test_the_settings_are_taken_over_as_they_are(folder: Path) -> None:
+    binding = checkpoint_binding(folder)
+    assert binding.config == {"tie_word_embeddings": False}
+    assert (binding.generation_config, binding.model_max_length) == (None, 64)
+    (folder / "generation_config.json").write_text('{"eos_token_id": [1, 2]}')
+    (folder / "config.json").write_text('{"a": {"b": 1.0}}')
+    binding = checkpoint_binding(folder)
+    assert (binding.config, binding.generation_config) == ({"a": {"b": 1.0}}, {"eos_token_id": [1, 2]})
+    (folder / "config.json").write_text('{"transformers_weights": "other.safetensors"}')
+    with pytest.raises(InputError, match="transformers_weights names another file"):
+        checkpoint_binding(folder)
+
+
+def test_what_would_make_a_reader_wait_or_put_an_adapter_on_is_refused(folder: Path) -> None:
+    for name, message in (("adapter_config.json", "holds an adapter"), ("README.md", "got a broken link")):
+        if name == "README.md":
+            (folder / name).symlink_to(folder / "gone")
+        else:
+            (folder / name).write_text("{}")
+        with pytest.raises(InputError, match=message):
+            checkpoint_binding(folder)
+        (folder / name).unlink()
+    (folder / "additional_chat_templates").mkdir()
+    for path in (folder / "pipe", folder / "additional_chat_templates" / "x.jinja"):
+        os.mkfifo(path)
+        with pytest.raises(InputError, match=f"{path}: expected a regular file or a folder, got something else"):
+            checkpoint_binding(folder)
+        path.unlink()

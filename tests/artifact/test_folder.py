@@ -1,3 +1,4 @@
+import dataclasses
 import json
 import os
 import shutil
@@ -66,7 +67,8 @@ def test_the_folder_holds_the_model_and_what_belongs_to_it(source: Path, tmp_pat
     assert json.loads(written["config.json"])["max_position_embeddings"] == 256
     assert json.loads(written["tokenizer_config.json"])["model_max_length"] == 256
     binding = checkpoint_binding(tmp_path / "out")
-    assert binding == rope_config.checkpoint
+    written_values = {"config": json.loads(written["config.json"]), "model_max_length": 256}
+    assert binding == dataclasses.replace(rope_config.checkpoint, **written_values)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "source"]
     umask = os.umask(0o022)
     os.umask(umask)
@@ -81,7 +83,7 @@ def test_linked_weights_are_absolute_links_and_none_leaves_them_out(source: Path
     assert Path(os.readlink(link)) == (source / "model.safetensors").resolve()
     (tmp_path / "moved").mkdir()
     shutil.move(tmp_path / "linked", tmp_path / "moved")
-    assert checkpoint_binding(tmp_path / "moved" / "linked") == rope_config.checkpoint
+    assert checkpoint_binding(tmp_path / "moved" / "linked").files == rope_config.checkpoint.files
 
     write_checkpoint_folder(source, tmp_path / "bare", rope_config, WeightsMode.none)
     assert not [name for name in content_of(tmp_path / "bare") if "safetensors" in name]
@@ -95,7 +97,7 @@ def test_shards_come_with_their_index(source: Path, tmp_path: Path) -> None:
     assert len(shards) > 1
     rope_config = examples.bound_rope_config(source)
     assert not set(shards) & set(write_checkpoint_folder(source, tmp_path / "out", rope_config))
-    assert checkpoint_binding(tmp_path / "out") == rope_config.checkpoint
+    assert checkpoint_binding(tmp_path / "out").files == rope_config.checkpoint.files
     assert write_checkpoint_folder(source, tmp_path / "out", rope_config)
     write_checkpoint_folder(source, tmp_path / "bare", rope_config, WeightsMode.none)
     assert not list((tmp_path / "bare").glob("*.safetensors*"))
@@ -148,6 +150,15 @@ def test_another_checkpoint_is_refused_showing_both_digests(source: Path, tmp_pa
         write_checkpoint_folder(source, tmp_path / "out", rope_config)
     assert rope_config.checkpoint.digest in str(caught.value)
     assert checkpoint_binding(source).digest in str(caught.value)
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("name", ["config.json", "generation_config.json"])
+def test_a_source_whose_settings_have_changed_is_refused(source: Path, tmp_path: Path, name: str) -> None:
+    rope_config = examples.bound_rope_config(source)
+    (source / name).write_text(json.dumps(json.loads((source / name).read_text()) | {"eos_token_id": 7}))
+    with pytest.raises(BindingError, match=rf"expected the {name} .*: \$\.eos_token_id: expected 1, got 7"):
+        write_checkpoint_folder(source, tmp_path / "out", rope_config)
     assert not (tmp_path / "out").exists()
 
 

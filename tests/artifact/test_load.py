@@ -21,7 +21,7 @@ import ropesearch
 from ropesearch.artifact.digest import checkpoint_binding
 from ropesearch.artifact.folder import write_checkpoint_folder
 from ropesearch.artifact.load import load, load_unscaled, read_bound
-from ropesearch.artifact.schema import RopeConfig
+from ropesearch.artifact.schema import RopeConfig, content_digest
 from ropesearch.errors import BindingError, InputError
 from ropesearch.model.config import DType, ModelConfig
 from ropesearch.model.install import installed, rotary_table
@@ -178,7 +178,10 @@ def test_files_that_disagree_are_refused(tmp_path: Path, name: str) -> None:
     folder = examples.write_example(tmp_path)
     text = (folder / name).read_text()
     assert "1.137" in text
-    (folder / name).write_text(text.replace("1.137", "1.138"))
+    value = json.loads(text.replace("1.137", "1.138"))
+    if name == "rope_config.json":
+        value["content_digest"] = content_digest(value)
+    (folder / name).write_text(json.dumps(value))
     with pytest.raises(BindingError, match=r"config\.json as it was written for this rope_config\.json"):
         load(folder, device="cpu")
 

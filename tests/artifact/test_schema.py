@@ -29,7 +29,7 @@ def test_the_keys_are_those_of_schema_1() -> None:
     value = good()
     assert list(value) == [
         "schema_version", "target_length", "geometry", "regimes", "portable", "checkpoint", "base_checkpoint", "search",
-        "evaluation", "versions",
+        "evaluation", "versions", "content_digest",
     ]  # fmt: skip
     assert value["schema_version"] == 1
     assert value["target_length"] == 256
@@ -52,6 +52,9 @@ def test_the_keys_are_those_of_schema_1() -> None:
         "num_tensors": 21,
         "num_parameters": 35_104,
         "tokenizer_digest": "sha256:" + "2" * 64,
+        "config": {"model_type": "llama", "max_position_embeddings": 64, "rms_norm_eps": 1e-6},
+        "generation_config": None,
+        "model_max_length": None,
         "files": [{"name": "model.safetensors", "bytes": 142_000, "sha256": "3" * 64}],
     }
     assert value["base_checkpoint"] is None
@@ -136,6 +139,10 @@ def changed(path: str, new: Any) -> dict[str, Any]:
         ("evaluation.0.nats", ..., r"\$\.evaluation\[0\]: expected the key 'nats', got none"),
         ("evaluation.0.tokens", 0, r"\$\.evaluation\[0\]\.tokens: expected at least 1, got 0"),
         ("versions.torch", 2.13, r"\$\.versions\.torch: expected string, got 2\.13"),
+        ("versions.torch", "2.14", r"\$\.content_digest: expected sha256:.*, got sha256:.* was changed after"),
+        ("evaluation.0.tokens", 4081, r"\$\.content_digest: expected sha256:.*, got sha256:.* was changed after"),
+        ("checkpoint.config.rms_norm_eps", 1e-5, r"\$\.content_digest: expected sha256:.*, got sha256:"),
+        ("content_digest", "sha256:" + "0" * 64, r"\$\.content_digest: expected sha256:.*, got sha256:0000"),
     ],
 )
 def test_a_wrong_value_is_refused_with_its_place(path: str, new: Any, message: str) -> None:
@@ -206,6 +213,9 @@ checkpoints = st.builds(
     num_tensors=counts,
     num_parameters=counts,
     tokenizer_digest=digests.map("sha256:{}".format),
+    config=st.dictionaries(names, plain_json, max_size=3),
+    generation_config=st.none() | st.dictionaries(names, plain_json, max_size=3),
+    model_max_length=plain_json,
     files=st.lists(
         st.builds(CheckpointFile, name=names, num_bytes=st.integers(0, 2**53 - 1), sha256=digests),
         min_size=1,

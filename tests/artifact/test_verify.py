@@ -1,5 +1,6 @@
 import dataclasses
 import json
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -12,9 +13,10 @@ from hypothesis import strategies as st
 from ropesearch.artifact import verify as verify_module
 from ropesearch.artifact.config import VerifyLevel
 from ropesearch.artifact.folder import write_checkpoint_folder
-from ropesearch.artifact.schema import RopeConfig
+from ropesearch.artifact.load import read_bound
+from ropesearch.artifact.schema import RopeConfig, content_digest
 from ropesearch.artifact.verify import Finding, verify
-from ropesearch.errors import InputError
+from ropesearch.errors import BindingError, InputError
 from tests import toys
 from tests.artifact import examples
 
@@ -37,8 +39,11 @@ def folder(written: Path, tmp_path: Path) -> Path:
 
 
 def edit(path: Path, change: Callable[[Any], object]) -> None:
+    """Change a JSON file; a rope_config.json is sealed anew, as a forger would."""
     value = json.loads(path.read_text())
     change(value)
+    if path.name == "rope_config.json":
+        value["content_digest"] = content_digest(value)
     path.write_text(json.dumps(value, indent=2))
 
 
@@ -101,8 +106,8 @@ def test_another_checkpoint_is_found(folder: Path, tmp_path: Path) -> None:
     ("name", "where"),
     [
         ("tokenizer.json", "tokenizer.json"),
-        ("tokenizer_config.json", "tokenizer_config.json, or a file that was not there before"),
-        ("chat_template.jinja", "tokenizer_config.json, or a file that was not there before"),
+        ("tokenizer_config.json", "tokenizer_config.json"),
+        ("chat_template.jinja", "chat_template.jinja"),
     ],
 )
 def test_a_changed_tokenizer_is_found(folder: Path, name: str, where: str) -> None:
@@ -157,12 +162,54 @@ def test_a_factor_changed_in_config_json_is_found(folder: Path, keys: tuple[str,
         (lambda value: value.update(rope_theta=10001.0), "$.rope_theta"),
         (lambda value: value.pop("rope_scaling"), "$.rope_scaling"),
         (lambda value: value.update(rope_config_fingerprint="0"), "$.rope_config_fingerprint"),
-        (lambda value: value.update(model_type="mistral"), "expected model_type 'llama'"),
+        (lambda value: value.update(model_type="mistral"), "$.model_type: expected 'llama', got 'mistral'"),
+        (lambda value: value.update(num_hidden_layers=10**9), "$.num_hidden_layers: expected 2, got 1000000000"),
     ],
 )
 def test_other_changes_of_config_json_are_found(folder: Path, change: Callable[[Any], object], where: str) -> None:
     edit(folder / "config.json", change)
     assert any(where in message for message in wrong(verify(folder, [TABLE])))
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "message"),
+    [
+        ("config.json", {"rms_norm_eps": 1e-5}, "$.rms_norm_eps: expected 1e-06, got 1e-05"),
+        ("config.json", {"hidden_act": "gelu"}, "$.hidden_act: expected 'silu', got 'gelu'"),
+        ("config.json", {"tie_word_embeddings": 0}, "$.tie_word_embeddings: expected False, got 0"),
+        ("config.json", {"sliding_window": None}, "$.sliding_window: expected no such key, got None"),
+        ("config.json", {"pad_token_id": ...}, "$.pad_token_id: expected None, got no such key"),
+        ("config.json", {"a key\n": 1}, "$['a key\\n']: expected no such key, got 1"),
+        ("generation_config.json", {"eos_token_id": 2}, "$.eos_token_id: expected 1, got 2"),
+    ],
+)
+def test_what_changes_the_model_but_not_the_table_is_found(
+    folder: Path, name: str, change: dict[str, Any], message: str
+) -> None:
+    value = json.loads((folder / name).read_text()) | change
+    (folder / name).write_text(json.dumps({key: value[key] for key in value if value[key] is not ...}))
+    assert wrong(verify(folder, [DIGEST])) == [f"{name}: {message}"]
+    assert bool(wrong(verify(folder, [TABLE]))) == (name == "config.json")
+    with pytest.raises(BindingError, match=re.escape(message)):
+        read_bound(folder)
+
+
+def test_other_spelling_is_the_same(folder: Path) -> None:
+    for name in ("rope_config.json", "config.json", "generation_config.json", "tokenizer_config.json"):
+        value = json.loads((folder / name).read_text())
+        (folder / name).write_text(json.dumps(dict(reversed(value.items())), indent=7, ensure_ascii=False))
+    (folder / "README.md").write_text("a model card")
+    assert not wrong(verify(folder, [DIGEST, TABLE]))
+    read_bound(folder)
+
+
+def test_a_changed_rope_config_is_refused_whatever_was_changed(folder: Path) -> None:
+    text = (folder / "rope_config.json").read_text()
+    (folder / "rope_config.json").write_text(text.replace("1234.5", "1234.6"))  # the nats of an evaluation
+    with pytest.raises(InputError, match=r"\$\.content_digest: expected sha256:.* the file was changed after"):
+        verify(folder, [DIGEST])
+    with pytest.raises(InputError, match=r"\$\.content_digest: expected sha256:.* the file was changed after"):
+        read_bound(folder)
 
 
 def test_a_lowered_tokenizer_limit_is_found(tmp_path: Path) -> None:
@@ -215,7 +262,7 @@ def test_malformed_files_are_the_users_error(folder: Path, name: str, content: b
 
 
 def test_missing_files_are_the_users_error(folder: Path, tmp_path: Path) -> None:
-    with pytest.raises(InputError, match="expected a readable JSON file"):
+    with pytest.raises(InputError, match="expected a checkpoint folder, got nothing"):
         verify(tmp_path / "absent")
     (folder / "model.safetensors").unlink()
     with pytest.raises(InputError, match=r"expected model\.safetensors"):
@@ -230,6 +277,9 @@ def test_a_changed_regime_beyond_config_json_is_found(written_with_retained_toke
     shutil.copy(written_with_retained_tokens / "rope_config.json", folder)
     edit(folder / "config.json", lambda value: value["rope_parameters"].update(rope_theta=10010.0))
     assert all(message.startswith("inverse frequencies at") for message in wrong(verify(folder, [TABLE])))
+    assert wrong(verify(folder, [DIGEST])) == [
+        "config.json: $.rope_parameters.rope_theta: expected 10000.0, got 10010.0"
+    ]
 
 
 def damaged(data: st.DataObject, content: bytes) -> bytes:
@@ -257,6 +307,8 @@ def damaged(data: st.DataObject, content: bytes) -> bytes:
                 key = data.draw(st.sampled_from(sorted(owner) if isinstance(owner, dict) else range(len(owner))))
             values = st.sampled_from([None, True, False, 0, 1, -1, 2, 64, 2**63, 0.5, 1.5, 1e300, "", "x", [], [1], {}])
             owner[key] = data.draw(values)
+            if data.draw(st.booleans()) and "content_digest" in value:
+                value["content_digest"] = content_digest(value)
             return json.dumps(value).encode()
 
 

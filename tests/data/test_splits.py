@@ -1,3 +1,4 @@
+import hashlib
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,7 +11,7 @@ from hypothesis import strategies as st
 from ropesearch.data import splits
 from ropesearch.data.config import SPLITS, CorpusConfig
 from ropesearch.data.documents import Document
-from ropesearch.data.splits import content_digest, split_documents
+from ropesearch.data.splits import beginning_digest, content_digest, split_documents
 from ropesearch.data.tokens import TokenReader
 from ropesearch.errors import InputError
 from tests.data.conftest import prose
@@ -120,6 +121,26 @@ def test_text_in_two_splits_is_refused(tokenizer: Any, tmp_path: Path, copied: A
     (tmp_path / "held_out" / "1.txt").write_text(copied(prose(0, 60)))
     with pytest.raises(InputError, match=r"no text in two splits.* in search/0\.txt and held_out/1\.txt"):
         split(corpus(tmp_path), tokenizer)
+
+
+@settings(deadline=None)
+@given(
+    st.lists(st.sampled_from(["a", "bc", " ", "\n\t", "\u2003", "\u00e9"]), max_size=20).map("".join), st.integers(1, 9)
+)
+def test_beginning_digest_is_of_the_first_characters(text: str, num_characters: int) -> None:
+    words = "".join(text.split())
+    digest = beginning_digest(text, num_characters)
+    if len(words) < num_characters:
+        assert digest is None
+    else:
+        assert digest == hashlib.sha256(words[:num_characters].encode()).digest()
+
+
+def test_a_copy_with_another_beginning_and_another_end_is_a_copy(tokenizer: Any, tmp_path: Path) -> None:
+    texts = [prose(i, 60) for i in range(6)]
+    path = write_jsonl(tmp_path / "a.jsonl", [*texts, *("\n " + text + " and more" for text in texts)])
+    result = split(corpus(path), tokenizer)
+    assert {name for names in result.values() for name in names} == {f"a.jsonl:{i}" for i in range(1, 7)}
 
 
 def test_copy_in_two_splits_is_refused_beyond_what_is_needed(tokenizer: Any, tmp_path: Path) -> None:

@@ -40,7 +40,7 @@ class DigitsFromTheRight:
 
 
 def whole(tokenizer: Any, text: str) -> list[int]:
-    ids: list[int] = tokenizer.encode(text, add_special_tokens=False, verbose=False)
+    ids: list[int] = tokenizer.encode(text, add_special_tokens=False, split_special_tokens=True, verbose=False)
     return ids
 
 
