@@ -189,7 +189,10 @@ def test_a_search_with_lengths_and_a_guard_says_what_it_was(
     ]
     assert cli.main(words) == 0
     out = capsys.readouterr().out
-    assert "objective: nats per token, weighted 0.25 at 32 tokens, 0.75 at 128 tokens; guard: at most" in out
+    assert (
+        "objective: nats per token, weighted 0.25 at 32 tokens, 0.75 at 128 tokens; guard: perplexity on the first 64 tokens"
+        in out
+    )
     search = RopeConfig.read(tmp_path / "run").search
     assert search["optimizer"]["name"] == "cmaes"
     assert search["space"]["num_pairs_at_one"] == "search"
@@ -242,7 +245,7 @@ def test_no_candidate_can_be_scored(
 ) -> None:
     """Every trial fails with its reason, and the search says so."""
 
-    def failing(*arguments: Any) -> Any:
+    def failing(*arguments: Any, **keywords: Any) -> Any:
         raise ScoringError("the nats of window 0 are not finite")
 
     monkeypatch.setattr("ropesearch.pipeline.score_windows", failing)
