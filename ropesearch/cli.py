@@ -153,8 +153,12 @@ def _help_page(job_name: str) -> str:
     if groups:
         lines += ["", "presets (group=choice):", *(f"  {name}={' | '.join(groups[name])}" for name in groups)]
     lines += ["", f"keys ({job.path_meaning} is short for {job.main_key}):"]
+    preset = None
     for key in config.keys_of(job.schema):
-        lines.append(f"  {key.name}={_shown(key.default)}" + (f"  (with {key.preset})" if key.preset else ""))
+        if key.preset not in (None, preset):
+            lines.append(f"  with {key.preset}:")
+        preset = key.preset
+        lines.append(f"  {key.name}={_shown(key.default)}")
         lines.append(f"      {config.type_name(key)}: {key.meaning}")
     return "\n".join(lines)
 

@@ -1,6 +1,7 @@
 """The jobs from end to end: what a search leaves behind, going on after a kill, others reading the result."""
 
 import json
+import math
 import os
 import random
 import shutil
@@ -170,6 +171,57 @@ def test_retained_tokens_are_served_by_load_and_named(
     assert cli.main(["verify", str(run)]) == 0
 
 
+def test_a_search_with_lengths_and_a_guard_says_what_it_was(
+    toy_folder: Path, corpus: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Random weights: a table costs about nothing anywhere, so a guard of 0.001 % keeps some candidates and not all."""
+    words = [
+        *runs.search_words(toy_folder, corpus, tmp_path / "run"),
+        "objective.lengths=[32,128]",
+        "objective.length_weights=[1,3]",
+        "objective.max_short_perplexity_increase=0.00001",
+        "optimizer=cmaes",
+        "space=piecewise",
+        "optimizer.num_population=4",
+    ]
+    words = [
+        word for word in words if not word.startswith("optimizer.num_parents") and word != "optimizer.num_population=6"
+    ]
+    assert cli.main(words) == 0
+    out = capsys.readouterr().out
+    assert (
+        "objective: nats per token, weighted 0.25 at 32 tokens, 0.75 at 128 tokens; guard: perplexity on the first 64 tokens"
+        in out
+    )
+    search = RopeConfig.read(tmp_path / "run").search
+    assert search["optimizer"]["name"] == "cmaes"
+    assert search["space"]["num_pairs_at_one"] == "search"
+    assert search["objective"]["parts"] == [
+        {"start": 0, "length": 32, "weight": 1.0},
+        {"start": 0, "length": 128, "weight": 3.0},
+    ]
+    assert search["objective"]["guarded_tokens"] == toys.ORIGINAL_LENGTH
+    trials = runs.trials_of(tmp_path / "run")
+    unscaled = None
+    num_kept = 0
+    for number, _, values, _, method, _, kept in trials:
+        edges = kept["block_edges"]
+        nats, tokens = np.array(kept["nats"]), np.array(kept["tokens"])
+
+        def mean(stop: int, edges: list[int] = edges, nats: Any = nats, tokens: Any = tokens) -> float:
+            return float(nats[:, : edges.index(stop)].sum() / tokens[:, : edges.index(stop)].sum())
+
+        assert values[0] == pytest.approx((mean(32) + 3 * mean(128)) / 4, rel=1e-12)
+        unscaled = mean(toys.ORIGINAL_LENGTH) if number == 0 else unscaled
+        num_kept += method == "searched" and mean(toys.ORIGINAL_LENGTH) - unscaled <= math.log1p(1e-5)
+    assert search["num_candidates_in_guard"] == num_kept
+    best = [entry for entry in search["selection_scores"] if entry["short_excess_nats"] <= 0]
+    assert search["selection_scores"][: len(best)] == best and best
+    assert (f"{num_kept} candidates keep it" if num_kept else "no candidate keeps it") in out
+    lengths = {row["length"] for row in RopeConfig.read(tmp_path / "run").evaluation}
+    assert lengths == {32, toys.ORIGINAL_LENGTH, 128}
+
+
 def test_an_objective_longer_than_short_inputs(toy_folder: Path, corpus: Path, tmp_path: Path) -> None:
     """The last 100 tokens guide; short inputs of 64 tokens are reported whole, not refused at the end."""
     words = [*runs.search_words(toy_folder, corpus, tmp_path / "run", num_trials=2), "objective.last_tokens=100"]
@@ -193,7 +245,7 @@ def test_no_candidate_can_be_scored(
 ) -> None:
     """Every trial fails with its reason, and the search says so."""
 
-    def failing(*arguments: Any) -> Any:
+    def failing(*arguments: Any, **keywords: Any) -> Any:
         raise ScoringError("the nats of window 0 are not finite")
 
     monkeypatch.setattr("ropesearch.pipeline.score_windows", failing)

@@ -15,6 +15,7 @@ from ropesearch.evaluate.interval import paired_interval
 from ropesearch.evaluate.perplexity import Evaluation
 from ropesearch.report import EvaluateOutcome, SearchOutcome, VerifyOutcome
 from ropesearch.rope.regime import Regime
+from ropesearch.score.objective import Objective, Part
 from ropesearch.score.score import Score
 from ropesearch.search.selection import Finalist
 from ropesearch.search.worker import SearchResult
@@ -85,7 +86,8 @@ def outcome(**changes: Any) -> SearchOutcome:
         "failures": [],
         "findings": [OK],
     }
-    of_result = {name: changes.pop(name) for name in list(changes) if name in result}
+    fields = {field.name for field in dataclasses.fields(SearchResult)}
+    of_result = {name: changes.pop(name) for name in list(changes) if name in fields}
     return SearchOutcome(result=SearchResult(**(result | of_result)), **(values | changes))
 
 
@@ -200,6 +202,27 @@ def test_json_is_strict_and_holds_all(each: Any) -> None:
                 {"level": "table", "ok": False, "message": WRONG.message},
             ],
         }
+
+
+def test_lengths_and_guard_are_told() -> None:
+    """One window of 100 tokens, all scored at either length: the columns hold the objective, the text the guard."""
+    objective = Objective(
+        parts=(Part(length=TOKENS + 1, weight=1.0),), guarded_tokens=TOKENS + 1, tolerance_nats=math.log(1.05)
+    )
+    finalists = [dataclasses.replace(FINALISTS[0], excess_nats=-0.0125), *FINALISTS[1:]]
+    text = outcome(objective=objective, num_candidates_in_guard=7, finalists=finalists).to_text()
+    assert (
+        "objective: nats per token, weighted 1 at 101 tokens; guard: perplexity on the first 101 tokens at most +5.0% of unscaled"
+        in text
+    )
+    assert (
+        "guard on the search windows: 7 candidates keep it; on the selection windows searched is within it by" in text
+    )
+    assert "0.0125 nats per token" in text
+    finalists[0] = dataclasses.replace(FINALISTS[0], excess_nats=0.25)
+    text = outcome(objective=objective, num_candidates_in_guard=0, finalists=finalists).to_text()
+    assert "no candidate keeps it; on the selection windows searched is BEYOND it by 0.2500 nats per token" in text
+    assert "guard" not in outcome().to_text() and "objective:" not in outcome().to_text()
 
 
 def test_text_of_an_evaluation() -> None:

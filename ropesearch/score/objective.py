@@ -82,7 +82,9 @@ class Objective:
         if self.guarded_tokens is None:
             return text
         increase = math.expm1(self.tolerance_nats)
-        return f"{text}; guard: at most {increase:+.3g} times the unscaled perplexity on {self.guarded_tokens} tokens"
+        return (
+            f"{text}; guard: perplexity on the first {self.guarded_tokens} tokens at most {increase:+.1%} of unscaled"
+        )
 
 
 def objective_of(config: ScoringConfig, target_length: int, original_length: int) -> Objective:

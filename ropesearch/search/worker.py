@@ -97,8 +97,8 @@ class SearchResult:
     num_failed: int
     num_forward_equivalent_tokens: int
     stopped_because: str
-    objective: Objective
-    num_candidates_in_guard: int | None
+    objective: Objective = _NATS_PER_TOKEN
+    num_candidates_in_guard: int | None = None
 
 
 def run_search(

@@ -56,7 +56,7 @@ def drawn(space: Space, num: int, seed: int = 0) -> list[Candidate]:
 
 
 def test_normal_vectors_are_uniform_over_non_decreasing_log_factors() -> None:
-    """The k-th of m uniform order statistics is Beta(k, m + 1 - k), and spacings have one law; both tell the measure."""
+    """The k-th of m uniform order statistics is Beta(k, m + 1 - k), and spacings have one law."""
     space = Space(make_geometry(), TARGET_LENGTH, SpaceConfig(factor_step=1e-4))
     found = drawn(space, 4000)
     parts = np.array([np.log(space.regime(candidate).factors) for candidate in found]) / math.log(10)

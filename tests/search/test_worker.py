@@ -441,7 +441,7 @@ def test_where_no_candidate_keeps_the_guard_the_result_says_so(tmp_path: Path) -
 
     result = run(tmp_path, score=strict, objective=GUARDED)
     assert (result.method, result.num_candidates_in_guard) == ("unscaled", 0)
-    assert [finalist.method for finalist in result.finalists][0] == "unscaled"
+    assert result.finalists[0].method == "unscaled"
 
 
 @pytest.mark.parametrize("split", ["search", "selection"])
