@@ -22,7 +22,8 @@ _INTERNAL_ERROR = 70
 # What the system says of full, broken, locked and unreachable disks.
 _REFUSALS = (
     errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES, errno.EPERM, errno.EIO, errno.ESTALE,
-    errno.EEXIST, errno.EISDIR, errno.ENOTDIR, errno.ELOOP, errno.ENAMETOOLONG, errno.EMFILE, errno.ENFILE, errno.ENOLCK,
+    errno.EEXIST, errno.EISDIR, errno.ENOTDIR, errno.ELOOP, errno.ENAMETOOLONG, errno.EMFILE, errno.ENFILE,
+    errno.ENOLCK,
 )  # fmt: skip
 _FLAGS = ("--help", "-h", "--version", "--json")
 _KEY_VALUE = re.compile(r"[+~]*[A-Za-z_][A-Za-z0-9_.@]*=")
@@ -37,15 +38,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     stopping = Stopping(again)
     with stopping.listening(until_the_end=arguments is None):
         try:
-            return _run(words)
+            try:
+                return _run(words)
+            except Exception as error:
+                if not stopping.asked:  # else a library has made an error of it
+                    return _failed(error, again)
         except KeyboardInterrupt:
-            stopping.say()
-            return stopping.exit_code
-        except Exception as error:
-            if stopping.asked:  # a library has made an error of it
-                stopping.say()
-                return stopping.exit_code
-            return _failed(error, again)
+            pass
+        stopping.say()
+        return stopping.exit_code
 
 
 def _failed(error: Exception, again: str) -> int:

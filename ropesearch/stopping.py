@@ -29,6 +29,7 @@ class Stopping:
         self._again = again
         self._signal: signal.Signals | None = None
         self._said = False
+        self._over = False
 
     @property
     def asked(self) -> bool:
@@ -54,6 +55,7 @@ class Stopping:
         try:
             yield
         finally:
+            self._over = True
             if not until_the_end:
                 for number, handler in before.items():
                     signal.signal(number, handler)
@@ -72,8 +74,11 @@ class Stopping:
             sys.stderr.flush()
 
     def _heed(self, number: int, frame: object) -> None:
-        if self._signal is None:
+        first = self._signal is None
+        if first:
             self._signal = signal.Signals(number)
+        if first and not self._over:
             raise Stopped
-        self.say()
+        if not self._over:
+            self.say()
         os._exit(self.exit_code)

@@ -49,19 +49,27 @@ def claimed(path: Path) -> Iterator[bool]:
 @contextmanager
 def working(run_folder: Path) -> Iterator[str]:
     """Be a worker of the run folder within this block; yields the worker's id, which no other has."""
-    worker = uuid.uuid4().hex
-    with claimed(_lock_path(run_folder, worker)):
-        yield worker
+    while True:
+        worker = uuid.uuid4().hex
+        with claimed(_lock_path(run_folder, worker)) as held:
+            if held:  # else it was taken for a dead worker's before it was locked
+                yield worker
+                return
 
 
 def is_alive(run_folder: Path, worker: str) -> bool:
     """Whether the process of that worker still runs and is still at work."""
-    path = _lock_path(run_folder, worker)
-    with suppress(FileNotFoundError), _open(path, create=False) as descriptor:
-        if not _try_lock(descriptor):
-            return True
-        path.unlink()  # what a killed worker has left
+    with suppress(FileNotFoundError), _open(_lock_path(run_folder, worker), create=False) as descriptor:
+        return not _try_lock(descriptor)
     return False
+
+
+def remove_dead(run_folder: Path) -> None:
+    """Remove the lock files that killed workers have left."""
+    for path in (run_folder / _WORKERS).glob("*.lock"):
+        with suppress(FileNotFoundError), _open(path, create=False) as descriptor:
+            if _try_lock(descriptor):
+                path.unlink()
 
 
 def _lock_path(run_folder: Path, worker: str) -> Path:

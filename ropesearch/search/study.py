@@ -13,7 +13,7 @@ from optuna.storages import JournalStorage
 
 from ropesearch.errors import InputError
 from ropesearch.search.journal import Journal
-from ropesearch.search.ownership import exclusive
+from ropesearch.search.ownership import exclusive, remove_dead
 
 JOURNAL_NAME = "study.journal"
 STUDY_NAME = "ropesearch"
@@ -43,6 +43,7 @@ def open_study(run_folder: Path, fingerprints: Mapping[str, Any], sampler: BaseS
     optuna.logging.set_verbosity(optuna.logging.WARNING)
     path = run_folder / JOURNAL_NAME
     with exclusive(run_folder):
+        remove_dead(run_folder)
         journal = Journal(path)
         try:
             storage = JournalStorage(journal)

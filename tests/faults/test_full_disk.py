@@ -75,7 +75,7 @@ def check_no_half(folder: Path) -> None:
         assert picture.read_bytes().endswith(b"IEND\xaeB`\x82")
 
 
-@pytest.mark.parametrize("free_bytes", [0, 40_000, 250_000])
+@pytest.mark.parametrize("free_bytes", [0, pytest.param(40_000, marks=pytest.mark.slow), 250_000])
 def test_a_search_on_a_full_disk(
     free_bytes: int,
     small_disk: Path,
@@ -163,7 +163,7 @@ def check_result(
     return numbers.stop
 
 
-@pytest.mark.parametrize("numbers", [pytest.param(range(4, 70, 22), id="some"), pytest.param(range(10_000), id="all", marks=pytest.mark.slow)])  # fmt: skip # noqa: E501
+@pytest.mark.parametrize("numbers", [pytest.param(range(4, 70, 32), id="some"), pytest.param(range(10_000), id="all", marks=pytest.mark.slow)])  # fmt: skip # noqa: E501
 def test_a_result_on_a_disk_that_is_full_from_some_write_on(
     numbers: range, finished: Path, toy_folder: Path, corpus: Path, tmp_path: Path,
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch,
@@ -187,6 +187,7 @@ def test_a_full_cache_folder_names_itself(
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.slow
 def test_full_output_and_log_do_not_end_a_search(small_disk: Path, finished: Path, toy_folder: Path, corpus: Path, tmp_path: Path) -> None:  # fmt: skip # noqa: E501
     """Standard output and error go to a disk that is full, as does what needs /tmp: the run is whole all the same."""
     fill(small_disk, 0)

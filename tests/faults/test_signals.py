@@ -79,7 +79,7 @@ def test_a_signal_stops_a_search_that_goes_on(
     process = scoring(words)
     for number in signals:
         process.send_signal(number)
-    _, errors = process.communicate(timeout=60)
+    _, errors = process.communicate(timeout=600)
     assert process.returncode == code
     assert errors.splitlines()[-1] == f"ropesearch: {what}; go on with: {shlex.join(['ropesearch', *words])}"
     assert errors.count("ropesearch: ") == 1 and "Traceback" not in errors and "Exception ignored" not in errors
@@ -91,11 +91,12 @@ def test_a_signal_that_is_ignored_stays_so(toy_folder: Path, corpus: Path, tmp_p
     """nohup: the terminal goes away, the search does not."""
     process = scoring(runs.search_words(toy_folder, corpus, tmp_path / "run", 1), "nohup")
     process.send_signal(signal.SIGHUP)
-    _, errors = process.communicate(timeout=120)
+    _, errors = process.communicate(timeout=600)
     assert process.returncode == 0, errors
     assert (tmp_path / "run" / "rope_config.json").exists()
 
 
+@pytest.mark.slow
 def test_a_terminal_that_goes_away_leaves_a_search_that_goes_on(
     toy_folder: Path, corpus: Path, tmp_path: Path, whole: Path
 ) -> None:
@@ -111,7 +112,7 @@ def test_a_terminal_that_goes_away_leaves_a_search_that_goes_on(
     reader.start()
     assert process.stdout is not None and process.stdout.readline() == "scoring\n"
     os.close(controller)
-    process.communicate(timeout=60)
+    process.communicate(timeout=600)
     reader.join()
     assert process.returncode == 75
     check_goes_on(words, tmp_path / "run", whole)
@@ -141,7 +142,7 @@ def test_two_interrupts_at_any_moment_leave_one_line(
     for _ in range(2):
         process.send_signal(signal.SIGINT)
         time.sleep(0.002)
-    _, errors = process.communicate(timeout=60)
+    _, errors = process.communicate(timeout=600)
     assert "Traceback" not in errors and "Exception ignored" not in errors, errors
     if process.returncode:
         assert process.returncode == 130 and errors.count("go on with: ") == 1, (process.returncode, errors)
@@ -173,6 +174,29 @@ def test_the_second_signal_ends_the_process_wherever_it_is(first: str, second: s
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert (done.returncode, done.stdout) == (code, "")
     assert done.stderr == f"ropesearch: {what}; go on with: the command\n"
+
+
+AT_THE_END = """
+import atexit, os, signal
+from ropesearch import cli
+atexit.register(lambda: os.kill(os.getpid(), signal.SIGINT))
+cli.main()
+"""
+
+
+def test_a_signal_after_the_end_prints_nothing() -> None:
+    done = subprocess.run([sys.executable, "-c", AT_THE_END, "--version"], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (130, "") and done.stdout.startswith("ropesearch ")
+
+
+def test_a_signal_while_an_error_is_reported_is_no_traceback(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from ropesearch import cli
+
+    monkeypatch.setattr(cli, "_say", lambda text: signal.raise_signal(signal.SIGINT))
+    assert cli.main(["no such job"]) == 130
+    assert capsys.readouterr().err.startswith("ropesearch: interrupted; go on with: ")
 
 
 def test_an_error_that_a_library_makes_of_a_signal_is_the_signal(
@@ -218,5 +242,5 @@ def test_a_reader_of_the_progress_that_goes_away_does_not_end_the_search(
     os.close(writing)
     assert os.read(reading, 1)
     os.close(reading)
-    assert process.wait(timeout=120) == 0
+    assert process.wait(timeout=600) == 0
     assert (tmp_path / "run" / "rope_config.json").read_bytes() == (whole / "rope_config.json").read_bytes()
