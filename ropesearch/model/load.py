@@ -1,6 +1,7 @@
 """Load a checkpoint: model, tokenizer and rotary geometry, checked to belong together."""
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,8 +15,10 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from ropesearch.errors import InputError
 from ropesearch.model.checkpoint import check_tokenizer_files, check_weight_files, find_checkpoint, read_json
 from ropesearch.model.config import ModelConfig
-from ropesearch.model.rotary import check_geometry, find_rotary
-from ropesearch.rope.geometry import Geometry
+from ropesearch.model.positions import layer_limits, positions_without_table
+from ropesearch.model.rotary import RotaryTable, check_geometry, find_tables, is_windowed, rescaled_tables
+from ropesearch.model.skeleton import build_skeleton, rotary_modules
+from ropesearch.rope.geometry import Geometry, LayerRope
 
 # What transformers raises for files that do not fit together or do not fit on the device.
 _LOAD_ERRORS = (
@@ -75,7 +78,7 @@ def load_model(config: ModelConfig) -> LoadedModel:
         raise InputError(f"{folder}: the {geometry.model_type} model could not be loaded: {_reason(error)}") from error
     model, loading_info = answer
     _check_weights(model, loading_info, folder)
-    check_geometry(find_rotary(model, geometry.model_type), geometry)
+    check_geometry(find_tables(model, geometry.model_type), geometry)
     model.eval().requires_grad_(False)
     return LoadedModel(
         model=model,
@@ -114,24 +117,53 @@ def read_geometry(folder: Path, original_length: int | None = None, *, trust_rem
             f"{folder}: config.json (model type {model_type!r}) is not usable: {_reason(error)}"
         ) from error
     if config.get_text_config() is not config:
-        raise InputError(f"model type {model_type!r}: expected a plain decoder, got a model of several parts")
+        raise InputError(
+            f"model type {model_type!r}: expected a plain decoder, got a model of several parts (the language model is "
+            "one of them); give a checkpoint of the language model alone"
+        )
+    skeleton = build_skeleton(config, trust_remote_code=trust_remote_code)
+    if not rotary_modules(skeleton):
+        raise InputError(
+            f"model type {model_type!r}: expected a model with rotary position embeddings, got one without: "
+            f"{positions_without_table(skeleton, model_type)}"
+        )
     parameters = _rope_parameters(config, model_type)
-    head_dim = getattr(config, "head_dim", None) or _head_dim_of(config, model_type)
-    # As transformers does for every scaled type (modeling_rope_utils.py): truncated, not rounded.
-    rotary_dim = int(head_dim * (parameters.get("partial_rotary_factor") or 1.0))
+    tables = find_tables(skeleton, model_type)
+    # Counted in the built module: families reckon it in ways of their own.
+    rotary_dim = 2 * rescaled_tables(tables, model_type)[0].inv_freq.numel()
     length = getattr(config, "max_position_embeddings", None) if original_length is None else original_length
     if not isinstance(length, int):
         raise InputError(
             f"model type {model_type!r}: config.json gives no max_position_embeddings; "
             "give model.original_length in tokens"
         )
-    return Geometry(
+    geometry = Geometry(
         model_type=model_type,
-        head_dim=int(head_dim),
+        head_dim=_head_dim_of(config, rotary_dim),
         rotary_dim=rotary_dim,
         original_length=length,
         rope_theta=float(parameters["rope_theta"]),
+        layer_types=_layer_types(config, tables, model_type),
     )
+    check_geometry(tables, geometry)
+    return geometry
+
+
+def read_layer_limits(folder: Path, *, trust_remote_code: bool = False) -> tuple[str, ...]:
+    """What keeps some layers of the folder's model from seeing further whatever the factors, see `layer_limits`."""
+    config = transformers.AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code, local_files_only=True)
+    return layer_limits(config)
+
+
+def _layer_types(config: Any, tables: Sequence[RotaryTable], model_type: str) -> dict[str, LayerRope] | None:
+    """Theta of each layer type that has a table of its own; None where all layers share one."""
+    names = [table.layer_type for table in tables if table.layer_type is not None]
+    if not names:
+        return None
+    thetas = {name: _theta(config.rope_parameters.get(name) or {}, model_type) for name in names}
+    return {
+        name: LayerRope(rope_theta=theta, rescaled=not is_windowed(name)) for name, theta in sorted(thetas.items())
+    }
 
 
 def _rope_parameters(config: Any, model_type: str) -> dict[str, Any]:
@@ -142,30 +174,51 @@ def _rope_parameters(config: Any, model_type: str) -> dict[str, Any]:
             f"model type {model_type!r}: expected a model with rotary position embeddings, got one without "
             "(config.json gives no rope parameters)"
         )
-    if any(isinstance(value, dict) for value in parameters.values()):
-        raise InputError(
-            f"model type {model_type!r}: models with one rotary table per layer kind ({', '.join(sorted(parameters))}) "
-            "are not supported"
-        )
+    by_layer_type = {name: value for name, value in parameters.items() if isinstance(value, dict)}
+    if by_layer_type:
+        parameters = _rescaled_parameters(by_layer_type, model_type)
     rope_type = parameters.get("rope_type", "default")
     if rope_type != "default":
         raise InputError(
             f"model type {model_type!r}: expected a checkpoint without position scaling, got rope_type {rope_type!r}; "
             "checkpoints that are already scaled are not supported: give the model it was made from"
         )
-    theta = parameters.get("rope_theta")
-    if isinstance(theta, bool) or not isinstance(theta, int | float) or not math.isfinite(theta):
-        raise InputError(f"model type {model_type!r}: expected a number for rope_theta in config.json, got {theta!r}")
+    _theta(parameters, model_type)
     return parameters
 
 
-def _head_dim_of(config: Any, model_type: str) -> int:
-    hidden, heads = getattr(config, "hidden_size", None), getattr(config, "num_attention_heads", None)
-    if not isinstance(hidden, int) or not isinstance(heads, int) or heads < 1:
+def _rescaled_parameters(by_layer_type: dict[str, Any], model_type: str) -> dict[str, Any]:
+    """Of rope parameters by layer type, those of the layers that see the whole sequence."""
+    chosen = {name: value for name, value in by_layer_type.items() if not is_windowed(name)}
+    if not chosen:
         raise InputError(
-            f"model type {model_type!r}: config.json gives neither head_dim nor hidden_size and num_attention_heads"
+            f"model type {model_type!r}: expected layers that see the whole sequence, got only windowed layer types "
+            f"({', '.join(sorted(by_layer_type))}); there is nothing to rescale"
         )
-    return hidden // heads
+    first, *others = chosen.values()
+    if any(other != first for other in others):
+        raise InputError(
+            f"model type {model_type!r}: expected one rotary table to rescale, got several that differ "
+            f"({', '.join(sorted(chosen))}); which factors each should get is not known: not supported"
+        )
+    parameters: dict[str, Any] = first
+    return parameters
+
+
+def _theta(parameters: dict[str, Any], model_type: str) -> float:
+    theta = parameters.get("rope_theta")
+    if isinstance(theta, bool) or not isinstance(theta, int | float) or not math.isfinite(theta):
+        raise InputError(f"model type {model_type!r}: expected a number for rope_theta in config.json, got {theta!r}")
+    return float(theta)
+
+
+def _head_dim_of(config: Any, rotary_dim: int) -> int:
+    """Channels of a head; where the config says fewer than are rotated, the head that is rotated is another one."""
+    head_dim = getattr(config, "head_dim", None)
+    if not isinstance(head_dim, int):
+        hidden, heads = getattr(config, "hidden_size", None), getattr(config, "num_attention_heads", None)
+        head_dim = hidden // heads if isinstance(hidden, int) and isinstance(heads, int) and heads > 0 else 0
+    return max(head_dim, rotary_dim)
 
 
 def _read_tokenizer(folder: Path, trust_remote_code: bool) -> PreTrainedTokenizerBase:
