@@ -1,5 +1,6 @@
 """The config.json of an extended checkpoint: one regime, said so that every loader computes the same table."""
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -9,6 +10,14 @@ from ropesearch.rope.geometry import Geometry
 
 # Their config classes have a top-level original_max_position_embeddings, with a default that overrides the nested one.
 _TOP_LEVEL_ORIGINAL = ("phi3", "phi4_multimodal", "phimoe")
+# Their config classes reckon head_dim and let nobody set it.
+_HEAD_DIM_RECKONED = ("falcon",)
+# Their config classes, of transformers 4.57 and 5, apply rope_scaling to full attention alone, and not to windowed layers.
+_SCALING_OF_FULL_ATTENTION = ("gemma3_text", "gemma3n_text", "olmo3")
+# Top-level keys of transformers 4.57 for the theta of windowed layers.
+_WINDOWED_THETA = {"gemma3_text": "rope_local_base_freq", "gemma3n_text": "rope_local_base_freq"}
+# Model types whose config classes have names of their own for partial_rotary_factor and rope_theta.
+_OWN_NAMES = ("gpt_neox", "gpt_neox_japanese")
 
 
 def extended_config(source: Mapping[str, Any], rope_config: RopeConfig) -> dict[str, Any]:
@@ -34,23 +43,24 @@ def extended_config(source: Mapping[str, Any], rope_config: RopeConfig) -> dict[
     - `rope_config_fingerprint`, so that neither file can be changed without the other noticing.
     - `head_dim`, since model classes that leave it None fail to build longrope; `type` beside `rope_type` for readers
       of the older name; `max_position_embeddings` = target_length, which is what the one table serves.
+    - `partial_rotary_factor`, where a head is rotated in part or the source has the key, inside the dicts and at top
+      level, and as `rotary_pct` (with `rotary_emb_base` for theta) where the family calls it so (GPT-NeoX): transformers
+      makes the table's length from head_dim times this factor, whatever the family's unscaled table does.
+    - With one table for each layer type, `rope_parameters` holds the regime for the rescaled types and the plain table
+      for the others, as the schema of transformers 5 has it. `rope_scaling` is written only where the family's config
+      class applies it to full attention alone (Gemma 3, OLMo 3), with `rope_local_base_freq` beside `rope_theta` for
+      Gemma 3; other families would apply it to every layer, so they get none.
 
-    Where loaders differ still: the Phi-3 config class of transformers 4.57 refuses, with an error, a `rope_scaling` of
-    more than three keys. Engines that recompute the attention factor from target_length / original_length
-    (TensorRT-LLM, ExLlama, MLX) agree only when it is sqrt(1 + ln ratio / ln original_length).
+    Where loaders differ still, see `older_loaders`. Engines that recompute the attention factor from target_length /
+    original_length (TensorRT-LLM, ExLlama, MLX) agree only when it is sqrt(1 + ln ratio / ln original_length).
 
-    Raises InputError when the source is of another model type, or its layers differ in their tables.
+    Raises InputError when the source is of another model type.
     """
     geometry = rope_config.geometry
     if source.get("model_type") != geometry.model_type:
         raise InputError(
             f"config.json: expected model_type {geometry.model_type!r}, as in rope_config.json, "
             f"got {source.get('model_type')!r}"
-        )
-    if geometry.layer_types is not None:
-        raise InputError(
-            f"model type {geometry.model_type!r}: expected one table for all layers, got one for each kind of layer; "
-            "writing such a config.json is not supported"
         )
     source = {**source, "rope_config_fingerprint": rope_config.fingerprint}
     if rope_config.not_portable:
@@ -68,18 +78,30 @@ def extended_config(source: Mapping[str, Any], rope_config: RopeConfig) -> dict[
         "short_mscale": regime.attention_factor,
         "long_mscale": regime.attention_factor,
     }
-    changes: dict[str, Any] = {
-        "head_dim": geometry.head_dim,
-        "max_position_embeddings": rope_config.target_length,
-        "rope_theta": geometry.rope_theta,
-    }
-    if geometry.rotary_dim != geometry.head_dim:
-        partial = geometry.rotary_dim / geometry.head_dim
-        table["partial_rotary_factor"] = partial
-        changes["partial_rotary_factor"] = partial
+    changes = _geometry_keys(source, geometry) | {"max_position_embeddings": rope_config.target_length}
+    table |= _partial(source, geometry)
     if "original_max_position_embeddings" in source or geometry.model_type in _TOP_LEVEL_ORIGINAL:
         changes["original_max_position_embeddings"] = geometry.original_length
-    return {**source, **changes, "rope_parameters": table, "rope_scaling": dict(table)}
+    result = {**source, **changes, **_by_layer_type(source, geometry, table)}
+    result.pop("rope_scaling", None)
+    if geometry.layer_types is None or geometry.model_type in _SCALING_OF_FULL_ATTENTION:
+        result["rope_scaling"] = dict(table)
+    return result
+
+
+def older_loaders(geometry: Geometry) -> str | None:
+    """What transformers 4.57 makes of the config.json of `extended_config` where it is not the same table, or None."""
+    if geometry.model_type in _TOP_LEVEL_ORIGINAL:
+        return (
+            "transformers 4.57 cannot load this config.json: its config class refuses a rope_scaling of more than three "
+            "keys, and with three alone no loader would learn of the attention factor"
+        )
+    if geometry.layer_types is not None and geometry.model_type not in _SCALING_OF_FULL_ATTENTION:
+        return (
+            "transformers 4.57 has no key for a table of one layer type in this family: it runs the unscaled model, or "
+            "does not know the family"
+        )
+    return None
 
 
 def extended_tokenizer_config(source: Mapping[str, Any], target_length: int) -> dict[str, Any]:
@@ -95,15 +117,64 @@ def extended_tokenizer_config(source: Mapping[str, Any], target_length: int) -> 
 
 def unscaled_config(source: Mapping[str, Any], geometry: Geometry) -> dict[str, Any]:
     """`source`, a config.json with or without a regime, changed to what loads the plain table to original_length."""
-    parameters: dict[str, Any] = {"rope_type": "default", "rope_theta": geometry.rope_theta}
-    if geometry.rotary_dim != geometry.head_dim:
-        parameters["partial_rotary_factor"] = geometry.rotary_dim / geometry.head_dim
+    parameters = {"rope_type": "default", "rope_theta": geometry.rope_theta, **_partial(source, geometry)}
     result = {
         **source,
-        "head_dim": geometry.head_dim,
+        **_geometry_keys(source, geometry),
         "max_position_embeddings": geometry.original_length,
-        "rope_theta": geometry.rope_theta,
-        "rope_parameters": parameters,
+        **_by_layer_type(source, geometry, parameters),
     }
     result.pop("rope_scaling", None)
+    if "original_max_position_embeddings" in result:
+        result["original_max_position_embeddings"] = geometry.original_length
     return result
+
+
+def _by_layer_type(source: Mapping[str, Any], geometry: Geometry, table: Mapping[str, Any]) -> dict[str, Any]:
+    """`rope_parameters` with `table` for the rescaled layer types, or for all layers."""
+    if geometry.layer_types is None:
+        return {"rope_parameters": dict(table)}
+    known = source.get("rope_parameters") or {}
+    return {
+        "rope_parameters": {
+            **known,
+            **{
+                name: dict(table)
+                if layer.rescaled
+                else {"rope_type": "default", **(known.get(name) or {}), "rope_theta": layer.rope_theta}
+                for name, layer in geometry.layer_types.items()
+            },
+        }
+    }
+
+
+def _geometry_keys(source: Mapping[str, Any], geometry: Geometry) -> dict[str, Any]:
+    """The top-level keys that say head_dim, theta and the part of a head that is rotated, by each family's names."""
+    keys: dict[str, Any] = {"rope_theta": geometry.rope_theta, **_partial(source, geometry)}
+    if geometry.model_type not in _HEAD_DIM_RECKONED:
+        keys["head_dim"] = geometry.head_dim
+    if geometry.model_type in _OWN_NAMES:
+        keys["rotary_emb_base"] = geometry.rope_theta
+        keys["rotary_pct"] = _partial_rotary_factor(geometry)
+    if geometry.model_type in _WINDOWED_THETA:
+        for layer in (geometry.layer_types or {}).values():
+            if not layer.rescaled:
+                keys[_WINDOWED_THETA[geometry.model_type]] = layer.rope_theta
+    return keys
+
+
+def _partial(source: Mapping[str, Any], geometry: Geometry) -> dict[str, float]:
+    """partial_rotary_factor, where it is not 1 or the source says something of its own."""
+    known = source.get("rope_parameters") or {}
+    dicts = [source, known, *(value for value in known.values() if isinstance(value, dict))]
+    if geometry.rotary_dim == geometry.head_dim and not any("partial_rotary_factor" in each for each in dicts):
+        return {}
+    return {"partial_rotary_factor": _partial_rotary_factor(geometry)}
+
+
+def _partial_rotary_factor(geometry: Geometry) -> float:
+    """The least number at hand of which transformers' int(head_dim * number) is rotary_dim."""
+    factor = geometry.rotary_dim / geometry.head_dim
+    while int(geometry.head_dim * factor) < geometry.rotary_dim:
+        factor = math.nextafter(factor, 2.0)
+    return factor

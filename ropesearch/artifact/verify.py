@@ -12,14 +12,15 @@ import transformers
 
 from ropesearch import seeding
 from ropesearch.artifact.config import VerifyLevel
-from ropesearch.artifact.config_json import extended_config, extended_tokenizer_config
+from ropesearch.artifact.config_json import extended_config, extended_tokenizer_config, older_loaders
 from ropesearch.artifact.digest import TOKENIZER_CONFIG, checkpoint_binding
 from ropesearch.artifact.load import load, load_unscaled
 from ropesearch.artifact.schema import RopeConfig
 from ropesearch.artifact.strict_json import read_json_object
 from ropesearch.errors import BindingError, InputError
 from ropesearch.model.install import installed, rotary_table
-from ropesearch.model.rotary import find_rotary
+from ropesearch.model.rotary import find_tables, rescaled_tables
+from ropesearch.model.skeleton import build_skeleton
 from ropesearch.rope.regime import Regime, inverse_frequencies
 
 # float32 powers of theta are this close to the float64 ones (relative); the float32 table itself is compared exactly.
@@ -140,18 +141,30 @@ def _check_table(folder: Path, rope_config: RopeConfig) -> Iterator[Finding]:
     if len(differences) > 10:
         yield Finding(level=VerifyLevel.table, ok=False, message=f"and {len(differences) - 10} more differences")
 
-    tables, attention_factor = _built_by_transformers(folder, geometry.original_length, rope_config.target_length)
     exact = rotary_table(geometry, regime).numpy()
     formula = inverse_frequencies(geometry, regime.factors)
-    for where, table in tables.items():
-        wrong = _wrong_pairs(table, exact, formula)
-        if wrong is not None:
-            yield Finding(level=VerifyLevel.table, ok=False, message=f"inverse frequencies {where}: {wrong}")
+    for built in _built_by_transformers(folder, geometry.original_length, rope_config.target_length):
+        is_plain = geometry.layer_types is not None and not geometry.layer_types[built.layer_type].rescaled
+        if is_plain:
+            theta = geometry.layer_types[built.layer_type].rope_theta
+            num_pairs = len(built.table)
+            plain = theta ** -(np.arange(num_pairs) / num_pairs)
+            wrong, meant, factor = (
+                _wrong_pairs(built.table, built.table, plain),
+                f"the plain one of theta {theta:g}",
+                1.0,
+            )
         else:
-            message = f"inverse frequencies {where}: {len(table)} pairs, bit for bit the float32 table of {regime.name}"
-            yield Finding(level=VerifyLevel.table, ok=True, message=message)
-    message = f"attention factor: expected {regime.attention_factor!r}, got {attention_factor!r}"
-    yield Finding(level=VerifyLevel.table, ok=attention_factor == regime.attention_factor, message=message)
+            wrong, factor = _wrong_pairs(built.table, exact, formula), regime.attention_factor
+            meant = f"bit for bit the float32 table of {regime.name}"
+        where = f"inverse frequencies {built.where}"
+        message = f"{where}: {wrong}" if wrong else f"{where}: {len(built.table)} pairs, {meant}"
+        yield Finding(level=VerifyLevel.table, ok=wrong is None, message=message)
+        message = f"attention factor {built.where}: expected {factor!r}, got {built.attention_factor!r}"
+        yield Finding(level=VerifyLevel.table, ok=built.attention_factor == factor, message=message)
+    limits = None if rope_config.not_portable else older_loaders(geometry)
+    if limits is not None:
+        yield Finding(level=VerifyLevel.table, ok=True, message=limits)
     if rope_config.not_portable:
         message = (
             f"config.json cannot express {', '.join(rope_config.not_portable)}: other loaders see the unscaled model, "
@@ -182,23 +195,41 @@ def _wrong_pairs(table: Any, exact: Any, formula: Any) -> str | None:
     return "; ".join(shown) + (f"; and {len(wrong) - 5} more pairs" if len(wrong) > 5 else "")
 
 
-def _built_by_transformers(folder: Path, original_length: int, target_length: int) -> tuple[dict[str, Any], float]:
-    """The float32 tables in force at original_length and target_length, and the attention factor; no weights needed."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Built:
+    """A float32 table as transformers has it in force: at which length, of which layer type, and its attention factor."""
+
+    where: str
+    layer_type: str
+    table: Any
+    attention_factor: float
+
+
+def _built_by_transformers(folder: Path, original_length: int, target_length: int) -> Iterator[_Built]:
+    """The tables in force at original_length and target_length; no weights needed."""
     try:
         config = transformers.AutoConfig.from_pretrained(folder, local_files_only=True)
-        with torch.device("meta"):
-            model = _AUTO_MODEL.from_config(config)
-        rotary: Any = type(find_rotary(model, config.model_type))(config=config)
-        tables = {}
-        for length in (original_length, target_length):
-            with torch.no_grad():
-                rotary(torch.zeros(1), torch.tensor([[length - 1]]))
-            tables[f"at {length} tokens"] = rotary.inv_freq.numpy().copy()
     except _LOAD_ERRORS as error:
         raise InputError(
             f"{folder}: transformers cannot build the model that config.json describes: {error}"
         ) from error
-    return tables, float(rotary.attention_scaling)
+    model = build_skeleton(config)
+    tables = find_tables(model, config.model_type)
+    rescaled_tables(tables, config.model_type)
+    # A table that several modules share is looked at once.
+    distinct = {table.layer_type: table for table in tables}
+    for length in (original_length, target_length):
+        for table in distinct.values():
+            try:
+                table.answer([length - 1])
+            except _LOAD_ERRORS as error:
+                raise InputError(f"{folder}: transformers cannot make the rotary table: {error}") from error
+            yield _Built(
+                where=f"at {length} tokens" + (f" ({table.layer_type})" if table.layer_type else ""),
+                layer_type=table.layer_type or "",
+                table=table.inv_freq.numpy().copy(),
+                attention_factor=float(getattr(table.module, f"{table.prefix}attention_scaling")),
+            )
 
 
 def _check_logits(folder: Path, rope_config: RopeConfig, max_logits_tokens: int, device: str) -> Iterator[Finding]:
@@ -210,7 +241,7 @@ def _check_logits(folder: Path, rope_config: RopeConfig, max_logits_tokens: int,
         lengths.append(max_logits_tokens)
 
     loaded = load_unscaled(folder, rope_config, device=device)
-    device = loaded.device
+    device, attention = loaded.device, loaded.attention
     with installed(loaded, rope_config.regimes[-1]):
         expected = _logits(loaded.model, lengths)
     del loaded
@@ -218,7 +249,7 @@ def _check_logits(folder: Path, rope_config: RopeConfig, max_logits_tokens: int,
     if rope_config.not_portable:
         found = _logits(load(folder, device=device)[0], lengths)
     else:
-        found = _logits(_plain_load(folder, device), lengths)
+        found = _logits(_plain_load(folder, device, attention), lengths)
 
     for length, reference, logits in zip(lengths, expected, found, strict=True):
         difference = float((logits - reference).abs().max())
@@ -233,13 +264,13 @@ def _check_logits(folder: Path, rope_config: RopeConfig, max_logits_tokens: int,
         yield Finding(level=VerifyLevel.logits, ok=True, message=message)
 
 
-def _plain_load(folder: Path, device: str) -> Any:
+def _plain_load(folder: Path, device: str, attention: str) -> Any:
     try:
         model = _AUTO_MODEL.from_pretrained(
             folder,
             dtype="auto",
             device_map={"": device},
-            attn_implementation="sdpa",
+            attn_implementation=attention,
             use_safetensors=True,
             local_files_only=True,
         )

@@ -16,7 +16,7 @@ class DType(Enum):
 
 
 class Attention(Enum):
-    """The attention implementation of transformers to use."""
+    """The attention implementation of transformers to use; sdpa stands for eager where an architecture has no sdpa."""
 
     sdpa = "sdpa"
     eager = "eager"

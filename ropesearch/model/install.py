@@ -161,16 +161,11 @@ class _Installation:
     def put_in(self, scaled_table: torch.Tensor, attention_factor: float) -> None:
         """Put `scaled_table` (num_pairs,) in force."""
         self.scaled = self.table.scaled_values(scaled_table.to(self.table.inv_freq.device), attention_factor)
-        self.assign(self.scaled)
+        _assign(self.table.module, self.scaled)
 
     def put_back(self) -> None:
         """Put the checkpoint's own table in force, the very same tensors."""
-        self.assign(self.own)
-
-    def assign(self, values: dict[str, Any]) -> None:
-        """Set the module's attributes."""
-        for name, value in values.items():
-            setattr(self.table.module, name, value)
+        _assign(self.table.module, self.own)
 
     def inverse_frequencies(self, values: dict[str, Any]) -> NDArray[np.float64]:
         """The inverse frequencies among `values`, float64, shape (num_pairs,)."""
@@ -182,18 +177,24 @@ class _Installation:
         return float(values[f"{self.table.prefix}attention_scaling"])
 
 
+def _assign(rotary: nn.Module, values: dict[str, Any]) -> None:
+    for name, value in values.items():
+        setattr(rotary, name, value)
+
+
 def _keep_first_rows(installations: Sequence[_Installation], retained_tokens: int) -> Any:
     """A forward hook: rows of cos and sin at positions below retained_tokens come from the module's own tables."""
 
     def hook(rotary: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
         position_ids = kwargs["position_ids"] if "position_ids" in kwargs else args[1]
+        # The module is the one that answers: of a copied model, the copy's.
         for installation in installations:
-            installation.put_back()
+            _assign(rotary, installation.own)
         try:
             own = rotary.forward(*args, **kwargs)
         finally:
             for installation in installations:
-                installation.assign(installation.scaled)
+                _assign(rotary, installation.scaled)
         if isinstance(output, torch.Tensor):  # complex: cos and sin in one
             return torch.where(_kept(position_ids, retained_tokens, output), own, output)
         return tuple(

@@ -14,7 +14,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ropesearch.errors import InputError
 from ropesearch.model.checkpoint import check_tokenizer_files, check_weight_files, find_checkpoint, read_json
-from ropesearch.model.config import ModelConfig
+from ropesearch.model.config import Attention, ModelConfig
 from ropesearch.model.positions import layer_limits, positions_without_table
 from ropesearch.model.rotary import RotaryTable, check_geometry, find_tables, is_windowed, rescaled_tables
 from ropesearch.model.skeleton import build_skeleton, rotary_modules
@@ -68,7 +68,8 @@ def load_model(config: ModelConfig) -> LoadedModel:
             folder,
             dtype=config.dtype.value,
             device_map={"": device},
-            attn_implementation=config.attention.value,
+            # Left to itself, transformers takes sdpa, and eager where an architecture has no sdpa.
+            attn_implementation=None if config.attention is Attention.sdpa else config.attention.value,
             use_safetensors=True,
             trust_remote_code=config.trust_remote_code,
             local_files_only=True,
@@ -161,9 +162,7 @@ def _layer_types(config: Any, tables: Sequence[RotaryTable], model_type: str) ->
     if not names:
         return None
     thetas = {name: _theta(config.rope_parameters.get(name) or {}, model_type) for name in names}
-    return {
-        name: LayerRope(rope_theta=theta, rescaled=not is_windowed(name)) for name, theta in sorted(thetas.items())
-    }
+    return {name: LayerRope(rope_theta=theta, rescaled=not is_windowed(name)) for name, theta in sorted(thetas.items())}
 
 
 def _rope_parameters(config: Any, model_type: str) -> dict[str, Any]:

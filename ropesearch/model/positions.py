@@ -76,7 +76,10 @@ def _windowed_layers(config: Any, num_layers: int) -> list[int]:
     layer_types = getattr(config, "layer_types", None)
     if layer_types:
         return [index for index, kind in enumerate(layer_types) if "sliding" in str(kind) or "chunked" in str(kind)]
-    if not isinstance(getattr(config, "sliding_window", None), int) or getattr(config, "use_sliding_window", True) is False:
+    if (
+        not isinstance(getattr(config, "sliding_window", None), int)
+        or getattr(config, "use_sliding_window", True) is False
+    ):
         return []
     return list(range(num_layers))
 

@@ -67,4 +67,3 @@ def rotary_modules(model: nn.Module) -> list[nn.Module]:
         for module in model.modules()
         if any(name.endswith("inv_freq") for name, _ in module.named_buffers(recurse=False))
     ]
-

@@ -192,8 +192,9 @@ def test_a_loader_that_builds_another_table_is_found(folder: Path, monkeypatch: 
     messages = wrong(verify(folder, [TABLE]))
     assert [message.split(": expected")[0] for message in messages] == [
         "inverse frequencies at 64 tokens: pair 2",
+        "attention factor at 64 tokens",
         "inverse frequencies at 256 tokens: pair 2",
-        "attention factor",
+        "attention factor at 256 tokens",
     ]
 
 
