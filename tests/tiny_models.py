@@ -51,6 +51,22 @@ _SMALL: tuple[tuple[int, tuple[str, ...]], ...] = (
 _VALUE_OF = {name: value for value, names in _SMALL for name in names}
 _TOKEN_IDS = {"bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 1, "decoder_start_token_id": 0, "sep_token_id": 1}
 _LAYER_COUNTS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
+# What default configs leave out or contradict, by model type.
+_OVERRIDES: dict[str, dict[str, Any]] = {
+    "hunyuan_v1_dense": {"head_dim": HEAD_DIM},
+    "hunyuan_v1_moe": {"head_dim": HEAD_DIM},
+    "ministral": {"head_dim": HEAD_DIM},
+    "nemotron": {"head_dim": HEAD_DIM, "num_key_value_heads": 2},
+    "dots1": {"n_routed_experts": 4, "num_experts_per_tok": 2, "n_shared_experts": 1},
+    "dory": {"n_input_layers": 1, "n_recurrent_layers": 2, "n_output_layers": 1},
+    "lfm2_moe": {"layer_types": ["conv", "full_attention", "conv", "full_attention"]},
+    "falcon_h1": {"mamba_d_head": HEAD_DIM},
+    # As published, gpt-oss is scaled already.
+    "gpt_oss": {"rope_parameters": {"rope_type": "default", "rope_theta": 150000.0}},
+    "granitemoehybrid": {"position_embedding_type": "rope"},
+    "gpt_neox": {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5}},
+    "zamba2": {"use_mem_rope": True},
+}
 _DROPPED = ("model_type", "transformers_version", "architectures", "dtype", "_name_or_path", "id2label", "label2id")
 
 
@@ -61,7 +77,7 @@ def tiny_config(model_type: str, **overrides: Any) -> Any:
     values = _smaller(CONFIG_MAPPING[model_type]().to_dict())
     nested = [key for key in ("text_config", "llm_config") if isinstance(values.get(key), dict)]
     place = values[nested[0]] if nested else values
-    place.update({"initializer_range": 0.1, "tie_word_embeddings": False} | overrides)
+    place.update({"initializer_range": 0.1, "tie_word_embeddings": False} | _OVERRIDES.get(model_type, {}) | overrides)
     return CONFIG_MAPPING[model_type](**values)
 
 
@@ -110,6 +126,10 @@ def _smaller(values: dict[str, Any]) -> dict[str, Any]:
             }
         elif isinstance(value, dict):
             result[key] = _smaller(value) if key.endswith("config") else value
+        elif key == "num_key_value_heads" and value == values.get("num_attention_heads"):
+            result[key] = NUM_HEADS
+        elif key == "head_dim" and value == values.get("qk_rope_head_dim", 0):  # latent attention: the rotated part
+            result[key] = _VALUE_OF["qk_rope_head_dim"]
         elif key in _VALUE_OF and isinstance(value, int) and not isinstance(value, bool):
             result[key] = min(value, _VALUE_OF[key]) if value >= 0 else value
         elif isinstance(value, list | tuple) and layers and len(value) == layers[0]:
