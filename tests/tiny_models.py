@@ -28,7 +28,9 @@ _SMALL: tuple[tuple[int, tuple[str, ...]], ...] = (
         "attention_heads", "swa_num_attention_heads", "linear_num_value_heads", "linear_num_heads", "num_experts",
         "num_local_experts", "n_routed_experts", "moe_num_experts",
     )),
-    (NUM_LAYERS, ("num_hidden_layers", "n_layer", "n_layers", "encoder_layers", "decoder_layers", "num_decoder_layers")),
+    (NUM_LAYERS, (
+        "num_hidden_layers", "n_layer", "n_layers", "encoder_layers", "decoder_layers", "num_decoder_layers",
+    )),
     (8, ("qk_rope_head_dim", "rotary_dim", "mamba_n_heads", "hidden_size_per_layer_input", "laurel_rank", "time_step_rank")),
     (HEAD_DIM, (
         "head_dim", "v_head_dim", "qk_nope_head_dim", "q_lora_rank", "kv_lora_rank", "o_lora_rank", "index_head_dim",
@@ -37,7 +39,7 @@ _SMALL: tuple[tuple[int, tuple[str, ...]], ...] = (
         "attention_head_dim",
     )),
     (24, ("qk_head_dim",)),
-    (32, ("max_position_embeddings", "n_positions", "n_ctx", "max_seq_len", "seq_length")),
+    (32, ("max_position_embeddings", "n_positions", "n_ctx", "max_seq_len", "seq_length", "model_max_length", "encoder_hash_byte_group_vocab")),
     (NUM_HEADS * HEAD_DIM, (
         "hidden_size", "d_model", "n_embd", "lru_width", "embedding_size", "word_embed_proj_dim", "intermediate_size",
         "moe_intermediate_size", "shared_expert_intermediate_size", "ffn_dim", "n_inner", "encoder_ffn_dim",
@@ -46,26 +48,55 @@ _SMALL: tuple[tuple[int, tuple[str, ...]], ...] = (
         "block_ff_dim",
     )),
     (128, ("mamba_d_ssm",)),
-    (toys.VOCABULARY_TOKENS, ("vocab_size", "vocab_size_per_layer_input")),
+    (toys.VOCABULARY_TOKENS, ("vocab_size", "vocab_size_per_layer_input", "unpadded_vocab_size")),
 )  # fmt: skip
 _VALUE_OF = {name: value for value, names in _SMALL for name in names}
 _TOKEN_IDS = {"bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 1, "decoder_start_token_id": 0, "sep_token_id": 1}
 _LAYER_COUNTS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
-# What default configs leave out or contradict, by model type.
+_PLAIN = {"rope_type": "default", "rope_theta": 10000.0}
+_PLAIN_BY_LAYER_TYPE = {
+    "full_attention": {**_PLAIN, "rope_theta": 1e6, "partial_rotary_factor": 0.5},
+    "sliding_attention": {**_PLAIN, "partial_rotary_factor": 0.5},
+}
+_HYBRID_LAYERS = ["conv", "full_attention", "conv", "full_attention"]
+# What default configs leave out or contradict, what small widths contradict, and, since published as scaled models, the
+# plain table (apertus, cwm, gpt_oss, ministral3), by model type.
 _OVERRIDES: dict[str, dict[str, Any]] = {
+    "apertus": {"rope_parameters": _PLAIN},
+    "apertus1p5_text": {"rope_parameters": _PLAIN},
+    "bamba": {"attn_layer_indices": [1, 3]},
+    "cohere_compass_text": {"rope_parameters": _PLAIN_BY_LAYER_TYPE},
+    "cwm": {"rope_parameters": _PLAIN},
+    "deepseek_v2": {"num_experts_per_tok": 2},
+    "dory": {"n_input_layers": 1, "n_recurrent_layers": 2, "n_output_layers": 1},
+    "dots1": {"n_routed_experts": 4, "num_experts_per_tok": 2, "n_shared_experts": 1},
+    "falcon_h1": {"mamba_d_head": HEAD_DIM},
+    "gpt_neox": {"rope_parameters": {**_PLAIN, "partial_rotary_factor": 0.5}},
+    "gpt_oss": {"rope_parameters": {**_PLAIN, "rope_theta": 150000.0}},
+    "granitemoehybrid": {
+        "position_embedding_type": "rope",
+        "layer_types": ["mamba", "attention", "mamba", "attention"],
+    },
     "hunyuan_v1_dense": {"head_dim": HEAD_DIM},
     "hunyuan_v1_moe": {"head_dim": HEAD_DIM},
+    "lfm2_moe": {"layer_types": _HYBRID_LAYERS},
+    "mamba2": {"num_heads": 8, "head_dim": HEAD_DIM},
+    "mimo_v2_flash": {"rope_parameters": _PLAIN_BY_LAYER_TYPE},
     "ministral": {"head_dim": HEAD_DIM},
+    "ministral3": {
+        "rope_parameters": {**_PLAIN, "llama_4_scaling_beta": 0.1, "original_max_position_embeddings": ORIGINAL_LENGTH}
+    },
     "nemotron": {"head_dim": HEAD_DIM, "num_key_value_heads": 2},
-    "dots1": {"n_routed_experts": 4, "num_experts_per_tok": 2, "n_shared_experts": 1},
-    "dory": {"n_input_layers": 1, "n_recurrent_layers": 2, "n_output_layers": 1},
-    "lfm2_moe": {"layer_types": ["conv", "full_attention", "conv", "full_attention"]},
-    "falcon_h1": {"mamba_d_head": HEAD_DIM},
-    # As published, gpt-oss is scaled already.
-    "gpt_oss": {"rope_parameters": {"rope_type": "default", "rope_theta": 150000.0}},
-    "granitemoehybrid": {"position_embedding_type": "rope"},
-    "gpt_neox": {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5}},
-    "zamba2": {"use_mem_rope": True},
+    "reformer": {"is_decoder": True, "axial_pos_embds": False},
+    "xlnet": {"d_head": HEAD_DIM},
+    "zamba": {"attention_hidden_size": 128, "attention_head_dim": 32},
+    "zamba2": {
+        "use_mem_rope": True,
+        "layers_block_type": ["mamba", "hybrid", "mamba", "hybrid"],
+        "num_mem_blocks": 1,
+        "attention_hidden_size": 128,
+        "attention_head_dim": 32,
+    },
 }
 _DROPPED = ("model_type", "transformers_version", "architectures", "dtype", "_name_or_path", "id2label", "label2id")
 

@@ -5,7 +5,7 @@ import dataclasses
 import itertools
 import shutil
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM
 from ropesearch.artifact.config import VerifyLevel
 from ropesearch.artifact.digest import checkpoint_binding
 from ropesearch.artifact.folder import write_checkpoint_folder
-from ropesearch.artifact.verify import verify
+from ropesearch.artifact.verify import check_expressible, verify
 from ropesearch.errors import InputError
 from ropesearch.model.config import DType, ModelConfig
 from ropesearch.model.install import installed, prove_installable
@@ -55,18 +55,14 @@ class Row:
     difference: float = 0.0
 
 
-class NotBuilt(Exception):
-    """transformers itself makes no use of the tiny config."""
-
-
 def walk(model_type: str, folder: Path) -> Row:
     """Take one model type through all of it, in `folder`, which may be thrown away afterwards."""
     try:
-        model = _built(model_type)
+        model = tiny_models.tiny_model(tiny_models.tiny_config(model_type))
         model.save_pretrained(folder / "source")
         toys.toy_tokenizer().save_pretrained(folder / "source")
-    except NotBuilt as error:
-        return Row(model_type=model_type, state=NOT_BUILT, reason=_short(error))
+    except BUILD_ERRORS as error:
+        return Row(model_type=model_type, state=NOT_BUILT, reason=f"{type(error).__name__}: {_short(error)}")
     try:
         loaded = load(folder / "source")
     except InputError as error:
@@ -77,6 +73,7 @@ def walk(model_type: str, folder: Path) -> Row:
         return Row(model_type=model_type, state=NOT_BUILT, reason=f"forward pass: {_short(error)}")
     try:
         prove_installable(loaded)
+        check_expressible(folder / "source", loaded.geometry, TARGET_LENGTH)
     except InputError as error:
         return Row(model_type=model_type, state=REFUSED, reason=_short(error, folder))
 
@@ -113,7 +110,9 @@ def walk(model_type: str, folder: Path) -> Row:
 
 def load(folder: Path) -> LoadedModel:
     """The checkpoint in float32 on the CPU."""
-    return load_model(ModelConfig(path=str(folder), dtype=DType.float32, device="cpu"))
+    return load_model(
+        ModelConfig(path=str(folder), dtype=DType.float32, device="cpu", original_length=tiny_models.ORIGINAL_LENGTH)
+    )
 
 
 def searched(geometry: Geometry, retained_tokens: int = 0) -> Regime:
@@ -170,7 +169,9 @@ def longrope_model(loaded: LoadedModel, regime: Regime) -> Any:
         config.rope_parameters = {**config.rope_parameters, **longrope}
     else:
         config.rope_parameters = {
-            name: {**value, **longrope} if name in geometry.layer_types and geometry.layer_types[name].rescaled else value
+            name: {**value, **longrope}
+            if name in geometry.layer_types and geometry.layer_types[name].rescaled
+            else value
             for name, value in config.rope_parameters.items()
         }
     if hasattr(config, "original_max_position_embeddings"):
@@ -183,22 +184,11 @@ def longrope_model(loaded: LoadedModel, regime: Regime) -> Any:
 
 
 def _logits_by_formula(loaded: LoadedModel, regime: Regime, layout: str, length: int) -> torch.Tensor:
-    with contextlib_stack(
-        _answering_by_formula(table, loaded.geometry, regime, layout)
-        for table in rescaled_tables(find_tables(loaded.model, "any"), "any")
-    ):
-        return logits(loaded.model, length)
-
-
-@contextmanager
-def contextlib_stack(contexts: Iterator[Any]) -> Iterator[None]:
-    """All of the contexts at once."""
-    from contextlib import ExitStack
-
+    model_type = loaded.geometry.model_type
     with ExitStack() as stack:
-        for context in contexts:
-            stack.enter_context(context)
-        yield
+        for table in rescaled_tables(find_tables(loaded.model, model_type), model_type):
+            stack.enter_context(_answering_by_formula(table, loaded.geometry, regime, layout))
+        return logits(loaded.model, length)
 
 
 @contextmanager
@@ -207,6 +197,7 @@ def _answering_by_formula(table: RotaryTable, geometry: Geometry, regime: Regime
     inverse = geometry.rope_theta ** -(2.0 * np.arange(geometry.num_pairs) / geometry.rotary_dim)
     table64 = torch.tensor(inverse / np.asarray(regime.factors))
     own = type(table.module).forward
+    is_complex = isinstance(table.answer([0]), torch.Tensor)
 
     def forward(x: torch.Tensor, position_ids: torch.Tensor, layer_type: str | None = None) -> Any:
         if layer_type != table.layer_type:
@@ -220,7 +211,7 @@ def _answering_by_formula(table: RotaryTable, geometry: Geometry, regime: Regime
             "single": lambda: angles,
         }[layout]()
         rows = [(regime.attention_factor * part).to(x.dtype) for part in (angles.cos(), angles.sin())]
-        return torch.complex(*rows) if isinstance(table.answer([0]), torch.Tensor) else tuple(rows)
+        return torch.complex(*rows) if is_complex else tuple(rows)
 
     table.module.forward = forward
     try:
@@ -254,13 +245,6 @@ def _wrong_artefact(loaded: LoadedModel, regime: Regime, folder: Path) -> list[s
     except InputError as error:
         return [f"artefact: {_short(error, folder)}"]
     return [f"artefact: {finding.message}" for finding in findings if not finding.ok]
-
-
-def _built(model_type: str) -> Any:
-    try:
-        return tiny_models.tiny_model(tiny_models.tiny_config(model_type))
-    except BUILD_ERRORS as error:
-        raise NotBuilt(f"{type(error).__name__}: {_short(error)}") from error
 
 
 def _short(error: BaseException, folder: Path | None = None) -> str:

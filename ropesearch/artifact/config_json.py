@@ -7,11 +7,19 @@ from typing import Any
 from ropesearch.artifact.schema import RopeConfig
 from ropesearch.errors import InputError
 from ropesearch.rope.geometry import Geometry
+from ropesearch.rope.regime import Regime
 
 # Their config classes have a top-level original_max_position_embeddings, with a default that overrides the nested one.
 _TOP_LEVEL_ORIGINAL = ("phi3", "phi4_multimodal", "phimoe")
 # Their config classes reckon head_dim and let nobody set it.
 _HEAD_DIM_RECKONED = ("falcon",)
+# The keys of a rope_parameters that say how a table is scaled; what else a family keeps there (mrope_section) stays.
+_SCALING_KEYS = (
+    "rope_type", "type", "factor", "original_max_position_embeddings", "short_factor", "long_factor",
+    "attention_factor", "short_mscale", "long_mscale",
+)  # fmt: skip
+# Ministral 3 scales queries by position, from this key and its original_max_position_embeddings.
+_POSITION_SCALE = "llama_4_scaling_beta"
 # Their config classes, of transformers 4.57 and 5, apply rope_scaling to full attention alone, and not to windowed layers.
 _SCALING_OF_FULL_ATTENTION = ("gemma3_text", "gemma3n_text", "olmo3")
 # Top-level keys of transformers 4.57 for the theta of windowed layers.
@@ -62,29 +70,38 @@ def extended_config(source: Mapping[str, Any], rope_config: RopeConfig) -> dict[
             f"config.json: expected model_type {geometry.model_type!r}, as in rope_config.json, "
             f"got {source.get('model_type')!r}"
         )
-    source = {**source, "rope_config_fingerprint": rope_config.fingerprint}
+    fingerprint = {"rope_config_fingerprint": rope_config.fingerprint}
     if rope_config.not_portable:
-        return source
-    regime = rope_config.regimes[-1]
+        return {**source, **fingerprint}
+    return regime_config(source, geometry, rope_config.regimes[-1], rope_config.target_length) | fingerprint
+
+
+def regime_config(source: Mapping[str, Any], geometry: Geometry, regime: Regime, target_length: int) -> dict[str, Any]:
+    """`source`, a config.json, changed so that loading it puts `regime` in force; see `extended_config`."""
     table: dict[str, Any] = {
         "rope_type": "longrope",
         "type": "longrope",
         "rope_theta": geometry.rope_theta,
-        "factor": geometry.ratio(rope_config.target_length),
+        "factor": geometry.ratio(target_length),
         "original_max_position_embeddings": geometry.original_length,
         "short_factor": list(regime.factors),
         "long_factor": list(regime.factors),
         "attention_factor": regime.attention_factor,
         "short_mscale": regime.attention_factor,
         "long_mscale": regime.attention_factor,
+        **_partial(source, geometry),
     }
-    changes = _geometry_keys(source, geometry) | {"max_position_embeddings": rope_config.target_length}
-    table |= _partial(source, geometry)
+    if _POSITION_SCALE in (source.get("rope_parameters") or {}):
+        # The threshold of equal lists is void, so the key can keep saying what the source's says.
+        table |= _kept_by_position_scale(source["rope_parameters"])
+    changes = {"max_position_embeddings": target_length, **_geometry_keys(source, geometry)}
     if "original_max_position_embeddings" in source or geometry.model_type in _TOP_LEVEL_ORIGINAL:
         changes["original_max_position_embeddings"] = geometry.original_length
     result = {**source, **changes, **_by_layer_type(source, geometry, table)}
     result.pop("rope_scaling", None)
-    if geometry.layer_types is None or geometry.model_type in _SCALING_OF_FULL_ATTENTION:
+    if geometry.layer_types is None:
+        result["rope_scaling"] = dict(result["rope_parameters"])
+    elif geometry.model_type in _SCALING_OF_FULL_ATTENTION:
         result["rope_scaling"] = dict(table)
     return result
 
@@ -131,21 +148,26 @@ def unscaled_config(source: Mapping[str, Any], geometry: Geometry) -> dict[str, 
 
 
 def _by_layer_type(source: Mapping[str, Any], geometry: Geometry, table: Mapping[str, Any]) -> dict[str, Any]:
-    """`rope_parameters` with `table` for the rescaled layer types, or for all layers."""
-    if geometry.layer_types is None:
-        return {"rope_parameters": dict(table)}
+    """`rope_parameters` with `table` for the rescaled layer types, or for all layers, and what else the source's hold."""
     known = source.get("rope_parameters") or {}
-    return {
-        "rope_parameters": {
-            **known,
-            **{
-                name: dict(table)
-                if layer.rescaled
-                else {"rope_type": "default", **(known.get(name) or {}), "rope_theta": layer.rope_theta}
-                for name, layer in geometry.layer_types.items()
-            },
-        }
-    }
+    if geometry.layer_types is None:
+        return {"rope_parameters": _own_keys(known) | table}
+    result = dict(known)
+    for name, layer in geometry.layer_types.items():
+        own = known.get(name) or {}
+        plain = {"rope_type": "default", **own, "rope_theta": layer.rope_theta}
+        result[name] = _own_keys(own) | table if layer.rescaled else plain
+    return {"rope_parameters": result}
+
+
+def _own_keys(parameters: Mapping[str, Any]) -> dict[str, Any]:
+    own = {key: value for key, value in parameters.items() if key not in _SCALING_KEYS}
+    return own | _kept_by_position_scale(parameters)
+
+
+def _kept_by_position_scale(parameters: Mapping[str, Any]) -> dict[str, Any]:
+    key = "original_max_position_embeddings"
+    return {key: parameters[key]} if _POSITION_SCALE in parameters and key in parameters else {}
 
 
 def _geometry_keys(source: Mapping[str, Any], geometry: Geometry) -> dict[str, Any]:

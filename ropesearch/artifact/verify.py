@@ -1,6 +1,8 @@
 """Proving that a folder's weights, table and logits are what its rope_config.json says."""
 
 import gc
+import json
+import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,7 +14,7 @@ import transformers
 
 from ropesearch import seeding
 from ropesearch.artifact.config import VerifyLevel
-from ropesearch.artifact.config_json import extended_config, extended_tokenizer_config, older_loaders
+from ropesearch.artifact.config_json import extended_config, extended_tokenizer_config, older_loaders, regime_config
 from ropesearch.artifact.digest import TOKENIZER_CONFIG, checkpoint_binding
 from ropesearch.artifact.load import load, load_unscaled
 from ropesearch.artifact.schema import RopeConfig
@@ -21,6 +23,7 @@ from ropesearch.errors import BindingError, InputError
 from ropesearch.model.install import installed, rotary_table
 from ropesearch.model.rotary import find_tables, rescaled_tables
 from ropesearch.model.skeleton import build_skeleton
+from ropesearch.rope.geometry import Geometry
 from ropesearch.rope.regime import Regime, inverse_frequencies
 
 # float32 powers of theta are this close to the float64 ones (relative); the float32 table itself is compared exactly.
@@ -85,6 +88,33 @@ def verify(
     return findings
 
 
+def check_expressible(folder: Path, geometry: Geometry, target_length: int) -> None:
+    """InputError unless the folder's model is of a family in which a config.json can put a regime in force.
+
+    No weights are read: the model is built from the config.json of a probe regime, and its tables are compared.
+    """
+    probe = Regime(
+        name="probe",
+        max_length=target_length,
+        factors=tuple(1 + (pair + 1) / (2 * geometry.num_pairs) for pair in range(geometry.num_pairs)),
+        attention_factor=1.25,
+    )
+    refusal = f"model type {geometry.model_type!r}: transformers cannot serve a searched table for this family"
+    with tempfile.TemporaryDirectory(prefix="ropesearch-") as name:
+        config = regime_config(read_json_object(folder / "config.json"), geometry, probe, target_length)
+        (Path(name) / "config.json").write_text(json.dumps(config))
+        for path in folder.glob("*.py"):  # code that ships with the checkpoint, used only where that was asked for
+            (Path(name) / path.name).symlink_to(path.resolve())
+        try:
+            findings = [*_table_findings(Path(name), geometry, probe, target_length)]
+        except InputError as error:
+            reason = str(error).replace(name, str(folder))
+            raise InputError(f"{refusal} ({reason}); a search would be of no use, it is not supported") from error
+    for finding in findings:
+        if not finding.ok:
+            raise InputError(f"{refusal} ({finding.message}); a search would be of no use, it is not supported")
+
+
 def _check_digest(folder: Path, rope_config: RopeConfig) -> Iterator[Finding]:
     bound, found = rope_config.checkpoint, checkpoint_binding(folder)
     sha256 = {file.name: file.sha256 for file in found.files}
@@ -141,27 +171,7 @@ def _check_table(folder: Path, rope_config: RopeConfig) -> Iterator[Finding]:
     if len(differences) > 10:
         yield Finding(level=VerifyLevel.table, ok=False, message=f"and {len(differences) - 10} more differences")
 
-    exact = rotary_table(geometry, regime).numpy()
-    formula = inverse_frequencies(geometry, regime.factors)
-    for built in _built_by_transformers(folder, geometry.original_length, rope_config.target_length):
-        is_plain = geometry.layer_types is not None and not geometry.layer_types[built.layer_type].rescaled
-        if is_plain:
-            theta = geometry.layer_types[built.layer_type].rope_theta
-            num_pairs = len(built.table)
-            plain = theta ** -(np.arange(num_pairs) / num_pairs)
-            wrong, meant, factor = (
-                _wrong_pairs(built.table, built.table, plain),
-                f"the plain one of theta {theta:g}",
-                1.0,
-            )
-        else:
-            wrong, factor = _wrong_pairs(built.table, exact, formula), regime.attention_factor
-            meant = f"bit for bit the float32 table of {regime.name}"
-        where = f"inverse frequencies {built.where}"
-        message = f"{where}: {wrong}" if wrong else f"{where}: {len(built.table)} pairs, {meant}"
-        yield Finding(level=VerifyLevel.table, ok=wrong is None, message=message)
-        message = f"attention factor {built.where}: expected {factor!r}, got {built.attention_factor!r}"
-        yield Finding(level=VerifyLevel.table, ok=built.attention_factor == factor, message=message)
+    yield from _table_findings(folder, geometry, regime, rope_config.target_length)
     limits = None if rope_config.not_portable else older_loaders(geometry)
     if limits is not None:
         yield Finding(level=VerifyLevel.table, ok=True, message=limits)
@@ -171,6 +181,26 @@ def _check_table(folder: Path, rope_config: RopeConfig) -> Iterator[Finding]:
             "ropesearch.load the regime"
         )
         yield Finding(level=VerifyLevel.table, ok=True, message=message)
+
+
+def _table_findings(folder: Path, geometry: Geometry, regime: Regime, target_length: int) -> Iterator[Finding]:
+    """The tables that transformers builds from the folder's config.json against those of the regime."""
+    exact = rotary_table(geometry, regime).numpy()
+    formula = inverse_frequencies(geometry, regime.factors)
+    for built in _built_by_transformers(folder, geometry.original_length, target_length):
+        layer = (geometry.layer_types or {}).get(built.layer_type)
+        if layer is not None and not layer.rescaled:
+            plain = layer.rope_theta ** -(np.arange(len(built.table)) / len(built.table))
+            wrong, factor = _wrong_pairs(built.table, built.table, plain), 1.0
+            meant = f"the plain ones of theta {layer.rope_theta:g}"
+        else:
+            wrong, factor = _wrong_pairs(built.table, exact, formula), regime.attention_factor
+            meant = f"bit for bit the float32 table of {regime.name}"
+        where = f"inverse frequencies {built.where}"
+        message = f"{where}: {wrong}" if wrong else f"{where}: {len(built.table)} pairs, {meant}"
+        yield Finding(level=VerifyLevel.table, ok=wrong is None, message=message)
+        message = f"attention factor {built.where}: expected {factor!r}, got {built.attention_factor!r}"
+        yield Finding(level=VerifyLevel.table, ok=built.attention_factor == factor, message=message)
 
 
 def _differences(expected: Any, found: Any, path: str) -> Iterator[str]:

@@ -37,6 +37,11 @@ def build_skeleton(config: Any, *, trust_remote_code: bool = False) -> PreTraine
     is_causal = trust_remote_code or type(config) in auto_model._model_mapping
     if not is_causal:
         auto_model = transformers.AutoModel
+        if type(config) not in auto_model._model_mapping:
+            raise InputError(
+                f"model type {config.model_type!r}: expected a causal language model, but transformers loads none of "
+                "this type by AutoModelForCausalLM; it is not supported"
+            )
     try:
         with torch.device("meta"):
             model: PreTrainedModel = auto_model.from_config(config, trust_remote_code=trust_remote_code)
