@@ -17,6 +17,7 @@ from ropesearch.artifact.digest import checkpoint_binding
 from ropesearch.artifact.folder import write_checkpoint_folder
 from ropesearch.artifact.load import find_folder, load_unscaled, read_bound
 from ropesearch.artifact.schema import FILE_NAME, RopeConfig
+from ropesearch.artifact.verify import check_expressible
 from ropesearch.artifact.verify import verify as verify_folder
 from ropesearch.config import EvaluateJob, SearchJob, VerifyJob, expect_given, plain
 from ropesearch.data.windows import Windows, build_windows
@@ -26,7 +27,7 @@ from ropesearch.files import write_json
 from ropesearch.model.checkpoint import find_checkpoint
 from ropesearch.model.config import ModelConfig
 from ropesearch.model.install import installed, prove_installable
-from ropesearch.model.load import LoadedModel, load_model, load_tokenizer, read_geometry
+from ropesearch.model.load import LoadedModel, load_model, load_tokenizer, read_geometry, read_layer_limits
 from ropesearch.report import EvaluateOutcome, SearchOutcome, VerifyOutcome
 from ropesearch.rope.regime import Regime
 from ropesearch.run_folder import RunFolder, versions
@@ -59,6 +60,8 @@ def search(job: SearchJob) -> SearchOutcome:
     small_files = find_checkpoint(job.model, with_weights=False)
     geometry = read_geometry(small_files, job.model.original_length, trust_remote_code=job.model.trust_remote_code)
     geometry.ratio(job.target_length)
+    check_expressible(small_files, geometry, job.target_length, trust_remote_code=job.model.trust_remote_code)
+    limits = read_layer_limits(small_files, trust_remote_code=job.model.trust_remote_code)
     baselines = baseline_regimes(geometry, job.target_length)
     space = Space(geometry, job.target_length, job.space)
     sampler = EvolutionSampler(space, job.optimizer, job.seed, len(baselines))
@@ -76,6 +79,9 @@ def search(job: SearchJob) -> SearchOutcome:
 
     run = RunFolder.of("search", job.run, plain(job), without=("run", "budget", "cache", "weights"))
     with run.logged(), ProgressDisplay() as display:
+        for limit in limits:
+            _log.warning("%s: %s", geometry.model_type, limit)
+            display.say(f"note: {geometry.model_type}: {limit}")
         fingerprints = {
             "weights": binding.digest,
             "original_length": geometry.original_length,

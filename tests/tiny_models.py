@@ -13,44 +13,53 @@ NUM_HEADS = 4
 HEAD_DIM = 16
 
 # What a tiny model has in place of a config's widths and counts, by the names that transformers' configs use for them.
-_SMALL: tuple[tuple[int, tuple[str, ...]], ...] = (
-    (1, (
-        "n_group", "topk_group", "num_expert_group", "first_k_dense_replace", "num_dense_layers", "mamba_n_groups",
-        "n_groups", "moe_layer_start_index", "o_groups", "num_kv_shared_layers", "num_codebooks", "num_nextn_predict_layers",
-    )),
-    (2, (
-        "num_key_value_heads", "num_kv_heads", "kv_n_heads", "num_experts_per_tok", "num_experts_per_token", "moe_k",
-        "moe_topk", "index_n_heads", "linear_num_key_heads", "swa_num_key_value_heads", "hc_sinkhorn_iters",
-        "top_k_experts",
-    )),
-    (NUM_HEADS, (
-        "num_attention_heads", "n_head", "n_heads", "num_heads", "encoder_attention_heads", "decoder_attention_heads",
-        "attention_heads", "swa_num_attention_heads", "linear_num_value_heads", "linear_num_heads", "num_experts",
-        "num_local_experts", "n_routed_experts", "moe_num_experts",
-    )),
-    (NUM_LAYERS, (
-        "num_hidden_layers", "n_layer", "n_layers", "encoder_layers", "decoder_layers", "num_decoder_layers",
-    )),
-    (8, ("qk_rope_head_dim", "rotary_dim", "mamba_n_heads", "hidden_size_per_layer_input", "laurel_rank", "time_step_rank")),
-    (HEAD_DIM, (
-        "head_dim", "v_head_dim", "qk_nope_head_dim", "q_lora_rank", "kv_lora_rank", "o_lora_rank", "index_head_dim",
-        "linear_key_head_dim", "linear_value_head_dim", "linear_head_dim", "mamba_d_state", "mamba_d_head", "swa_head_dim",
-        "dim_head", "d_kv", "state_size", "kv_channels", "mamba_headdim", "mamba_dt_rank", "swa_v_head_dim", "global_head_dim",
-        "attention_head_dim",
-    )),
-    (24, ("qk_head_dim",)),
-    (32, ("max_position_embeddings", "n_positions", "n_ctx", "max_seq_len", "seq_length", "model_max_length", "encoder_hash_byte_group_vocab")),
-    (NUM_HEADS * HEAD_DIM, (
-        "hidden_size", "d_model", "n_embd", "lru_width", "embedding_size", "word_embed_proj_dim", "intermediate_size",
-        "moe_intermediate_size", "shared_expert_intermediate_size", "ffn_dim", "n_inner", "encoder_ffn_dim",
-        "decoder_ffn_dim", "ffn_hidden_size", "shared_intermediate_size", "d_ff", "dff", "dim_ff", "d_inner",
-        "intermediate_size_mlp", "attention_hidden_size", "shared_experts_intermediate_size", "cross_attention_hidden_size",
-        "block_ff_dim",
-    )),
-    (128, ("mamba_d_ssm",)),
-    (toys.VOCABULARY_TOKENS, ("vocab_size", "vocab_size_per_layer_input", "unpadded_vocab_size")),
+_SMALL: tuple[tuple[int, str], ...] = (
+    (1, """
+        n_group topk_group num_expert_group first_k_dense_replace num_dense_layers mamba_n_groups n_groups
+        moe_layer_start_index o_groups num_kv_shared_layers num_codebooks num_nextn_predict_layers
+    """),
+    (2, """
+        num_key_value_heads num_kv_heads kv_n_heads num_experts_per_tok num_experts_per_token moe_k moe_topk
+        index_n_heads linear_num_key_heads swa_num_key_value_heads hc_sinkhorn_iters top_k_experts
+    """),
+    (NUM_HEADS, """
+        num_attention_heads n_head n_heads num_heads encoder_attention_heads decoder_attention_heads
+        attention_heads swa_num_attention_heads linear_num_value_heads linear_num_heads num_experts
+        num_local_experts n_routed_experts moe_num_experts
+    """),
+    (NUM_LAYERS, """
+        num_hidden_layers n_layer n_layers encoder_layers decoder_layers num_decoder_layers
+    """),
+    (8, """
+        qk_rope_head_dim rotary_dim mamba_n_heads hidden_size_per_layer_input laurel_rank time_step_rank
+    """),
+    (HEAD_DIM, """
+        head_dim v_head_dim qk_nope_head_dim q_lora_rank kv_lora_rank o_lora_rank index_head_dim
+        linear_key_head_dim linear_value_head_dim linear_head_dim mamba_d_state mamba_d_head swa_head_dim
+        dim_head d_kv state_size kv_channels mamba_headdim mamba_dt_rank swa_v_head_dim global_head_dim
+        attention_head_dim
+    """),
+    (24, """
+        qk_head_dim
+    """),
+    (32, """
+        max_position_embeddings n_positions n_ctx max_seq_len seq_length model_max_length
+        encoder_hash_byte_group_vocab
+    """),
+    (NUM_HEADS * HEAD_DIM, """
+        hidden_size d_model n_embd lru_width embedding_size word_embed_proj_dim intermediate_size
+        moe_intermediate_size shared_expert_intermediate_size ffn_dim n_inner encoder_ffn_dim decoder_ffn_dim
+        ffn_hidden_size shared_intermediate_size d_ff dff dim_ff d_inner intermediate_size_mlp
+        attention_hidden_size shared_experts_intermediate_size cross_attention_hidden_size block_ff_dim
+    """),
+    (128, """
+        mamba_d_ssm
+    """),
+    (toys.VOCABULARY_TOKENS, """
+        vocab_size vocab_size_per_layer_input unpadded_vocab_size
+    """),
 )  # fmt: skip
-_VALUE_OF = {name: value for value, names in _SMALL for name in names}
+_VALUE_OF = {name: value for value, names in _SMALL for name in names.split()}
 _TOKEN_IDS = {"bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 1, "decoder_start_token_id": 0, "sep_token_id": 1}
 _LAYER_COUNTS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
 _PLAIN = {"rope_type": "default", "rope_theta": 10000.0}

@@ -1,4 +1,4 @@
-"""One model type of transformers, from a tiny random model to the written artefact: does ropesearch serve it rightly?"""
+"""A model type of transformers, from a tiny random model to the written artefact: does ropesearch serve it rightly?"""
 
 import copy
 import dataclasses
@@ -267,3 +267,11 @@ def counts(rows: list[Row]) -> dict[str, int]:
     """How many model types there are of each state."""
     ordered = sorted(rows, key=lambda row: row.state)
     return {state: len(list(group)) for state, group in itertools.groupby(ordered, key=lambda row: row.state)}
+
+
+def to_json(row: Row) -> dict[str, Any]:
+    """The row without the figures that depend on the machine: only whether they are within the bounds counts."""
+    values = dataclasses.asdict(row)
+    return {key: value for key, value in values.items() if key not in ("change", "difference")} | {
+        "layer_types": list(row.layer_types)
+    }

@@ -20,7 +20,7 @@ _SCALING_KEYS = (
 )  # fmt: skip
 # Ministral 3 scales queries by position, from this key and its original_max_position_embeddings.
 _POSITION_SCALE = "llama_4_scaling_beta"
-# Their config classes, of transformers 4.57 and 5, apply rope_scaling to full attention alone, and not to windowed layers.
+# Their config classes, of transformers 4.57 and 5, apply rope_scaling to full attention alone.
 _SCALING_OF_FULL_ATTENTION = ("gemma3_text", "gemma3n_text", "olmo3")
 # Top-level keys of transformers 4.57 for the theta of windowed layers.
 _WINDOWED_THETA = {"gemma3_text": "rope_local_base_freq", "gemma3n_text": "rope_local_base_freq"}
@@ -52,7 +52,7 @@ def extended_config(source: Mapping[str, Any], rope_config: RopeConfig) -> dict[
     - `head_dim`, since model classes that leave it None fail to build longrope; `type` beside `rope_type` for readers
       of the older name; `max_position_embeddings` = target_length, which is what the one table serves.
     - `partial_rotary_factor`, where a head is rotated in part or the source has the key, inside the dicts and at top
-      level, and as `rotary_pct` (with `rotary_emb_base` for theta) where the family calls it so (GPT-NeoX): transformers
+      level, and as `rotary_pct` (`rotary_emb_base` for theta) where the family calls it so (GPT-NeoX). transformers
       makes the table's length from head_dim times this factor, whatever the family's unscaled table does.
     - With one table for each layer type, `rope_parameters` holds the regime for the rescaled types and the plain table
       for the others, as the schema of transformers 5 has it. `rope_scaling` is written only where the family's config
@@ -110,8 +110,8 @@ def older_loaders(geometry: Geometry) -> str | None:
     """What transformers 4.57 makes of the config.json of `extended_config` where it is not the same table, or None."""
     if geometry.model_type in _TOP_LEVEL_ORIGINAL:
         return (
-            "transformers 4.57 cannot load this config.json: its config class refuses a rope_scaling of more than three "
-            "keys, and with three alone no loader would learn of the attention factor"
+            "transformers 4.57 cannot load this config.json: its config class refuses a rope_scaling of more than "
+            "three keys, and with three alone no loader would learn of the attention factor"
         )
     if geometry.layer_types is not None and geometry.model_type not in _SCALING_OF_FULL_ATTENTION:
         return (
@@ -148,15 +148,15 @@ def unscaled_config(source: Mapping[str, Any], geometry: Geometry) -> dict[str, 
 
 
 def _by_layer_type(source: Mapping[str, Any], geometry: Geometry, table: Mapping[str, Any]) -> dict[str, Any]:
-    """`rope_parameters` with `table` for the rescaled layer types, or for all layers, and what else the source's hold."""
+    """`rope_parameters` with `table` for the rescaled layer types, or all layers, and what else the source's hold."""
     known = source.get("rope_parameters") or {}
     if geometry.layer_types is None:
-        return {"rope_parameters": _own_keys(known) | table}
+        return {"rope_parameters": {**_own_keys(known), **table}}
     result = dict(known)
     for name, layer in geometry.layer_types.items():
         own = known.get(name) or {}
         plain = {"rope_type": "default", **own, "rope_theta": layer.rope_theta}
-        result[name] = _own_keys(own) | table if layer.rescaled else plain
+        result[name] = {**_own_keys(own), **table} if layer.rescaled else plain
     return {"rope_parameters": result}
 
 

@@ -88,7 +88,7 @@ def verify(
     return findings
 
 
-def check_expressible(folder: Path, geometry: Geometry, target_length: int) -> None:
+def check_expressible(folder: Path, geometry: Geometry, target_length: int, *, trust_remote_code: bool = False) -> None:
     """InputError unless the folder's model is of a family in which a config.json can put a regime in force.
 
     No weights are read: the model is built from the config.json of a probe regime, and its tables are compared.
@@ -106,7 +106,7 @@ def check_expressible(folder: Path, geometry: Geometry, target_length: int) -> N
         for path in folder.glob("*.py"):  # code that ships with the checkpoint, used only where that was asked for
             (Path(name) / path.name).symlink_to(path.resolve())
         try:
-            findings = [*_table_findings(Path(name), geometry, probe, target_length)]
+            findings = [*_table_findings(Path(name), geometry, probe, target_length, trust_remote_code)]
         except InputError as error:
             reason = str(error).replace(name, str(folder))
             raise InputError(f"{refusal} ({reason}); a search would be of no use, it is not supported") from error
@@ -183,11 +183,13 @@ def _check_table(folder: Path, rope_config: RopeConfig) -> Iterator[Finding]:
         yield Finding(level=VerifyLevel.table, ok=True, message=message)
 
 
-def _table_findings(folder: Path, geometry: Geometry, regime: Regime, target_length: int) -> Iterator[Finding]:
+def _table_findings(
+    folder: Path, geometry: Geometry, regime: Regime, target_length: int, trust_remote_code: bool = False
+) -> Iterator[Finding]:
     """The tables that transformers builds from the folder's config.json against those of the regime."""
     exact = rotary_table(geometry, regime).numpy()
     formula = inverse_frequencies(geometry, regime.factors)
-    for built in _built_by_transformers(folder, geometry.original_length, target_length):
+    for built in _built_by_transformers(folder, geometry.original_length, target_length, trust_remote_code):
         layer = (geometry.layer_types or {}).get(built.layer_type)
         if layer is not None and not layer.rescaled:
             plain = layer.rope_theta ** -(np.arange(len(built.table)) / len(built.table))
@@ -227,7 +229,7 @@ def _wrong_pairs(table: Any, exact: Any, formula: Any) -> str | None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Built:
-    """A float32 table as transformers has it in force: at which length, of which layer type, and its attention factor."""
+    """A float32 table that transformers has in force: at which length, of which layer type, its attention factor."""
 
     where: str
     layer_type: str
@@ -235,15 +237,19 @@ class _Built:
     attention_factor: float
 
 
-def _built_by_transformers(folder: Path, original_length: int, target_length: int) -> Iterator[_Built]:
+def _built_by_transformers(
+    folder: Path, original_length: int, target_length: int, trust_remote_code: bool
+) -> Iterator[_Built]:
     """The tables in force at original_length and target_length; no weights needed."""
     try:
-        config = transformers.AutoConfig.from_pretrained(folder, local_files_only=True)
+        config = transformers.AutoConfig.from_pretrained(
+            folder, trust_remote_code=trust_remote_code, local_files_only=True
+        )
     except _LOAD_ERRORS as error:
         raise InputError(
             f"{folder}: transformers cannot build the model that config.json describes: {error}"
         ) from error
-    model = build_skeleton(config)
+    model = build_skeleton(config, trust_remote_code=trust_remote_code)
     tables = find_tables(model, config.model_type)
     rescaled_tables(tables, config.model_type)
     # A table that several modules share is looked at once.

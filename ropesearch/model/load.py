@@ -123,7 +123,8 @@ def read_geometry(folder: Path, original_length: int | None = None, *, trust_rem
             "one of them); give a checkpoint of the language model alone"
         )
     skeleton = build_skeleton(config, trust_remote_code=trust_remote_code)
-    if not rotary_modules(skeleton):
+    # Falcon builds its rotary module whether or not it is an ALiBi model.
+    if not rotary_modules(skeleton) or getattr(config, "alibi", False):
         raise InputError(
             f"model type {model_type!r}: expected a model with rotary position embeddings, got one without: "
             f"{positions_without_table(skeleton, model_type)}"

@@ -7,8 +7,12 @@ from typing import Any
 import torch
 from torch import nn
 
+from ropesearch.model.rotary import is_windowed
+
 _LEARNED = ("wpe", "position_embeddings", "embed_positions", "positions_embed", "position_embedding", "pos_embed")
-_RELATIVE = ("relative_attention_bias", "position_bias", "relative_pos_embeddings", "r_r_bias", "rel_pos", "rel_proj")
+_RELATIVE = ("relative_attention_bias", "position_bias", "relative_pos_embeddings", "r_r_bias", "rel_extent")
+# Their layers of full attention have no rotary embeddings (their modeling files in transformers).
+_ROTATES_WINDOWED_ONLY = ("afmoe", "cohere2", "cohere2_moe", "exaone4", "exaone_moe", "flint", "kolibri1")
 
 
 def positions_without_table(model: nn.Module, model_type: str) -> str:
@@ -56,30 +60,29 @@ def layer_limits(config: Any) -> tuple[str, ...]:
     """
     num_layers = getattr(config, "num_hidden_layers", 0)
     limits = []
-    windowed = _windowed_layers(config, num_layers)
+    windowed, unrotated = _windowed_layers(config, num_layers), _unrotated_layers(config, num_layers)
     window = getattr(config, "sliding_window", None) or getattr(config, "attention_chunk_size", None)
-    if windowed and isinstance(window, int):
+    if windowed:
+        tokens = f"the last {window} tokens" if isinstance(window, int) else "a window of tokens"
         limits.append(
-            f"{_layers(windowed, num_layers)} attend to the last {window} tokens only: they never see further, "
-            "whatever the factors"
+            f"{_layers(windowed, num_layers)} attend to {tokens} only: they never see further, whatever the factors"
         )
-    unrotated = _unrotated_layers(config, num_layers)
     if unrotated:
         limits.append(
             f"{_layers(unrotated, num_layers)} have no rotary embeddings: the factors do not reach them, and what they "
             "do beyond the trained length stays as it is"
         )
+    if windowed and sorted({*windowed, *unrotated}) == list(range(num_layers)):
+        limits.append("no layer both rotates and sees the whole sequence, so factors can change little")
     return tuple(limits)
 
 
 def _windowed_layers(config: Any, num_layers: int) -> list[int]:
     layer_types = getattr(config, "layer_types", None)
     if layer_types:
-        return [index for index, kind in enumerate(layer_types) if "sliding" in str(kind) or "chunked" in str(kind)]
-    if (
-        not isinstance(getattr(config, "sliding_window", None), int)
-        or getattr(config, "use_sliding_window", True) is False
-    ):
+        return [index for index, kind in enumerate(layer_types) if is_windowed(str(kind))]
+    window = getattr(config, "sliding_window", None)
+    if not isinstance(window, int) or getattr(config, "use_sliding_window", True) is False:
         return []
     return list(range(num_layers))
 
@@ -88,6 +91,9 @@ def _unrotated_layers(config: Any, num_layers: int) -> list[int]:
     flags = getattr(config, "no_rope_layers", None)  # Llama 4, SmolLM3: 1 where a layer rotates
     if isinstance(flags, list) and len(flags) == num_layers:
         return [index for index, rotates in enumerate(flags) if not rotates]
+    windowed = _windowed_layers(config, num_layers)
+    if config.model_type in _ROTATES_WINDOWED_ONLY and windowed:
+        return [index for index in range(num_layers) if index not in windowed]
     return []
 
 

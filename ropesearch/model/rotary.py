@@ -78,7 +78,8 @@ class RotaryTable:
 
 
 def _halves(rows: torch.Tensor) -> Iterable[torch.Tensor]:
-    return rows.chunk(2, dim=-1)
+    first, second = rows.chunk(2, dim=-1)
+    return first, second
 
 
 def _neighbours(rows: torch.Tensor) -> Iterable[torch.Tensor]:

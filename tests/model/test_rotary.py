@@ -70,7 +70,7 @@ def test_no_table_is_refused() -> None:
 def test_geometry_is_held_against_the_table() -> None:
     tables = find_tables(toys.toy_model(), "llama")
     check_geometry(tables, make_geometry(rotary_dim=16, rope_theta=1e4))
-    with pytest.raises(InputError, match="expected 16 rotary pairs, the built model has 8 at model.rotary_emb"):
+    with pytest.raises(InputError, match=r"expected 16 rotary pairs, the built model has 8 at model.rotary_emb"):
         check_geometry(tables, make_geometry(rotary_dim=32, rope_theta=1e4))
     with pytest.raises(InputError, match="are not those of rope_theta = 10001"):
         check_geometry(tables, make_geometry(rotary_dim=16, rope_theta=10001.0))
