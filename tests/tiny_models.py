@@ -51,6 +51,7 @@ _SMALL: tuple[tuple[int, str], ...] = (
         moe_intermediate_size shared_expert_intermediate_size ffn_dim n_inner encoder_ffn_dim decoder_ffn_dim
         ffn_hidden_size shared_intermediate_size d_ff dff dim_ff d_inner intermediate_size_mlp
         attention_hidden_size shared_experts_intermediate_size cross_attention_hidden_size block_ff_dim
+        expert_ffn_hidden_size
     """),
     (128, """
         mamba_d_ssm

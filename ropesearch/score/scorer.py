@@ -97,8 +97,8 @@ def prove_scorer(loaded: "LoadedModel") -> None:
     """Raise InputError unless this module's way to the logits gives the model's own, whole and chunked, on a probe.
 
     Models may scale or cap logits after the output head. What the config says of it is followed (`logits_scaling`,
-    `logit_scale`, `lm_head_multiplier`, `final_logit_softcapping`); whatever else a model does is refused here, by name,
-    instead of being scored wrongly.
+    `logit_scale`, `lm_head_multiplier`, `final_logit_softcapping`); whatever else a model does is refused here, by
+    name, instead of being scored wrongly.
     """
     model = loaded.model
     name = f"{type(model).__name__} (model type {model.config.model_type!r})"

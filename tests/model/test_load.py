@@ -162,6 +162,20 @@ def test_config_files_that_are_none(folder: Path, content: str | None, expected:
         load(folder)
 
 
+def test_remote_code_runs_only_when_asked_for(tmp_path: Path) -> None:
+    """A checkpoint with code of its own, which would leave a mark; nothing runs, and the refusal says why."""
+    folder = toys.write_checkpoint(tmp_path / "toy")
+    mark = tmp_path / "mark"
+    (folder / "code.py").write_text(f"open({str(mark)!r}, 'w')\n")
+    write_config(
+        folder,
+        {"model_type": "of-its-own", "auto_map": {"AutoConfig": "code.C", "AutoModelForCausalLM": "code.M"}},
+    )
+    with pytest.raises(InputError, match=r"'of-its-own'. is not usable.*trust_remote_code"):
+        load(folder)
+    assert not mark.exists()
+
+
 class TestWeightsRefused:
     def test_pickled(self, folder: Path) -> None:
         (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
