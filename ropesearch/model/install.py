@@ -61,18 +61,23 @@ def rotary_table(geometry: Geometry, regime: Regime) -> torch.Tensor:
 def installed(loaded: LoadedModel, regime: Regime) -> Iterator[None]:
     """Within the block the model's forward pass uses the regime; after it, exception or not, what was there before.
 
-    Positions below `retained_tokens` keep the checkpoint's own cos and sin; positions are absolute, so a cached or
-    chunked forward pass agrees with a whole one. The unscaled regime leaves the checkpoint's own table in force. Raises
-    InputError when the factors do not fit the model or the module does not answer with the cos and sin of the regime;
-    RuntimeError when a regime is installed already.
+    Positions below `retained_tokens` keep the cos and sin of the checkpoint's own table, the one for sequences of
+    `max_length` tokens where it has several; positions are absolute, so a cached or chunked forward pass agrees with a
+    whole one. A regime that is the checkpoint's own leaves its table in force; where that depends on the length, it is
+    held at the one for `max_length`. Raises InputError when the factors do not fit the model or the module does not
+    answer with the cos and sin of the regime; RuntimeError when a regime is installed already.
     """
     rotary = find_rotary(loaded.model, loaded.geometry.model_type)
     if getattr(rotary, _INSTALLED, False):
         raise RuntimeError("a regime is already installed in this model; leave its block first")
-    own = {name: getattr(rotary, name) for name in _ATTRIBUTES}
-    table = rotary_table(loaded.geometry, regime).to(own["inv_freq"].device)
+    before = {name: getattr(rotary, name) for name in _ATTRIBUTES}
+    device = before["inv_freq"].device
+    table = rotary_table(loaded.geometry, regime).to(device)
     scaled = {"inv_freq": table, "attention_scaling": regime.attention_factor, "rope_type": "default"}
-    if _is_unscaled(regime):
+    own = {**before, "rope_type": "default"}
+    if loaded.own.varies:
+        own["inv_freq"], own["attention_scaling"] = loaded.own.table_at(regime.max_length, device)
+    if loaded.own.is_own(regime):
         scaled = own
     hook = None
     try:
@@ -85,7 +90,7 @@ def installed(loaded: LoadedModel, regime: Regime) -> Iterator[None]:
     finally:
         if hook is not None:
             hook.remove()
-        _assign(rotary, own)
+        _assign(rotary, before)
         delattr(rotary, _INSTALLED)
 
 
@@ -111,12 +116,15 @@ def prove_installable(loaded: LoadedModel) -> None:
             )
         return answer
 
-    def canary(factor: float, attention_factor: float, retained_tokens: int) -> Regime:
+    longest = 4 * max(geometry.original_length, _NUM_CANARY_TOKENS)
+    own = loaded.own.regime_at(longest)
+
+    def canary(stretch: float, attention_factor: float, retained_tokens: int) -> Regime:
         return Regime(
             name="canary",
-            max_length=4 * max(geometry.original_length, _NUM_CANARY_TOKENS),
-            factors=(factor,) * geometry.num_pairs,
-            attention_factor=attention_factor,
+            max_length=longest,
+            factors=tuple(stretch * factor for factor in own.factors),
+            attention_factor=attention_factor * own.attention_factor,
             retained_tokens=retained_tokens,
         )
 
@@ -144,17 +152,13 @@ def prove_installable(loaded: LoadedModel) -> None:
             )
 
 
-def _is_unscaled(regime: Regime) -> bool:
-    return regime.attention_factor == 1 and all(factor == 1 for factor in regime.factors)
-
-
 def _assign(rotary: nn.Module, values: dict[str, Any]) -> None:
     for name, value in values.items():
         setattr(rotary, name, value)
 
 
 def _keep_first_rows(own: dict[str, Any], scaled: dict[str, Any], retained_tokens: int) -> Any:
-    """A forward hook: rows of cos and sin at positions below retained_tokens come from the module's own table."""
+    """A forward hook: rows of cos and sin at positions below retained_tokens come from the checkpoint's own table."""
 
     def hook(
         rotary: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: tuple[torch.Tensor, torch.Tensor]

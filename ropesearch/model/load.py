@@ -14,6 +14,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from ropesearch.errors import InputError
 from ropesearch.model.checkpoint import check_tokenizer_files, check_weight_files, find_checkpoint, read_json
 from ropesearch.model.config import ModelConfig
+from ropesearch.model.own import OwnTable, check_original_length
 from ropesearch.model.rotary import check_geometry, find_rotary
 from ropesearch.rope.geometry import Geometry
 
@@ -36,12 +37,14 @@ _LOAD_ERRORS = (
 class LoadedModel:
     """A model ready to score: in eval mode, without gradients, with the table its checkpoint describes in force.
 
-    `folder` is the local checkpoint folder; `dtype`, `attention` and `device` say how it was really loaded.
+    `own` is that table. `folder` is the local checkpoint folder; `dtype`, `attention` and `device` say how it was
+    really loaded.
     """
 
     model: PreTrainedModel
     tokenizer: PreTrainedTokenizerBase
     geometry: Geometry
+    own: OwnTable
     folder: Path
     dtype: str
     attention: str
@@ -52,11 +55,13 @@ def load_model(config: ModelConfig) -> LoadedModel:
     """Load the checkpoint that `config` names; works without a network when it is local or cached.
 
     Raises InputError for whatever keeps it from being used: files missing, pickled or not matching config.json, no
-    tokenizer, weights that are not finite, no rotary embedding or one that is already scaled, an architecture whose
-    rotary module is not built as Llama's, a device or attention implementation that is not available.
+    tokenizer, weights that are not finite, no rotary embedding, scaling without original_length or that a regime cannot
+    express, an architecture whose rotary module is not built as Llama's, a device or attention implementation that is
+    not available.
     """
     folder = find_checkpoint(config)
     geometry = read_geometry(folder, config.original_length, trust_remote_code=config.trust_remote_code)
+    own = read_own(folder, geometry, trust_remote_code=config.trust_remote_code)
     check_weight_files(folder)
     tokenizer = _read_tokenizer(folder, config.trust_remote_code)
     device = _device(config.device)
@@ -75,12 +80,17 @@ def load_model(config: ModelConfig) -> LoadedModel:
         raise InputError(f"{folder}: the {geometry.model_type} model could not be loaded: {_reason(error)}") from error
     model, loading_info = answer
     _check_weights(model, loading_info, folder)
-    check_geometry(find_rotary(model, geometry.model_type), geometry)
+    rotary = find_rotary(model, geometry.model_type)
+    if own.is_scaled:
+        own.check(rotary)
+    else:
+        check_geometry(rotary, geometry)
     model.eval().requires_grad_(False)
     return LoadedModel(
         model=model,
         tokenizer=tokenizer,
         geometry=geometry,
+        own=own,
         folder=folder,
         dtype=str(model.dtype).removeprefix("torch."),
         attention=str(model.config._attn_implementation),
@@ -94,28 +104,18 @@ def load_tokenizer(config: ModelConfig) -> PreTrainedTokenizerBase:
 
 
 def read_geometry(folder: Path, original_length: int | None = None, *, trust_remote_code: bool = False) -> Geometry:
-    """The rotary geometry that the folder's config.json describes; weights are not touched.
+    """The rotary geometry that the folder's config.json describes, before any scaling; weights are not touched.
 
     `original_length` is in tokens; None means the checkpoint's max_position_embeddings. Raises InputError for a model
-    without rotary embeddings, with one table per layer kind, already scaled, quantised, or unknown to transformers.
+    without rotary embeddings, with one table per layer kind, scaled without original_length, quantised, or unknown to
+    transformers.
     """
-    raw = read_json(folder / "config.json")
-    model_type = raw.get("model_type")
-    if not isinstance(model_type, str):
-        raise InputError(f"{folder / 'config.json'}: expected a model_type, got none")
-    if raw.get("quantization_config"):
-        raise InputError(f"{folder}: expected plain weights, got a quantised checkpoint; give the original one")
-    try:
-        config = transformers.AutoConfig.from_pretrained(
-            folder, trust_remote_code=trust_remote_code, local_files_only=True
-        )
-    except _LOAD_ERRORS as error:
-        raise InputError(
-            f"{folder}: config.json (model type {model_type!r}) is not usable: {_reason(error)}"
-        ) from error
+    raw, config = _read_config(folder, trust_remote_code)
+    model_type = str(raw["model_type"])
     if config.get_text_config() is not config:
         raise InputError(f"model type {model_type!r}: expected a plain decoder, got a model of several parts")
     parameters = _rope_parameters(config, model_type)
+    check_original_length(original_length, raw, str(parameters.get("rope_type", "default")))
     head_dim = getattr(config, "head_dim", None) or _head_dim_of(config, model_type)
     # As transformers does for every scaled type (modeling_rope_utils.py): truncated, not rounded.
     rotary_dim = int(head_dim * (parameters.get("partial_rotary_factor") or 1.0))
@@ -134,8 +134,32 @@ def read_geometry(folder: Path, original_length: int | None = None, *, trust_rem
     )
 
 
+def read_own(folder: Path, geometry: Geometry, *, trust_remote_code: bool = False) -> OwnTable:
+    """The table that the folder's config.json describes; weights are not touched. Raises InputError, see `OwnTable`."""
+    return OwnTable(geometry, _read_config(folder, trust_remote_code)[1])
+
+
+def _read_config(folder: Path, trust_remote_code: bool) -> tuple[dict[str, Any], Any]:
+    """config.json as JSON and as transformers understands it."""
+    raw = read_json(folder / "config.json")
+    model_type = raw.get("model_type")
+    if not isinstance(model_type, str):
+        raise InputError(f"{folder / 'config.json'}: expected a model_type, got none")
+    if raw.get("quantization_config"):
+        raise InputError(f"{folder}: expected plain weights, got a quantised checkpoint; give the original one")
+    try:
+        config = transformers.AutoConfig.from_pretrained(
+            folder, trust_remote_code=trust_remote_code, local_files_only=True
+        )
+    except _LOAD_ERRORS as error:
+        raise InputError(
+            f"{folder}: config.json (model type {model_type!r}) is not usable: {_reason(error)}"
+        ) from error
+    return raw, config
+
+
 def _rope_parameters(config: Any, model_type: str) -> dict[str, Any]:
-    """The config's one set of rope parameters, of the unscaled type."""
+    """The config's one set of rope parameters."""
     parameters = getattr(config, "rope_parameters", None)
     if not isinstance(parameters, dict) or not parameters:
         raise InputError(
@@ -146,12 +170,6 @@ def _rope_parameters(config: Any, model_type: str) -> dict[str, Any]:
         raise InputError(
             f"model type {model_type!r}: models with one rotary table per layer kind ({', '.join(sorted(parameters))}) "
             "are not supported"
-        )
-    rope_type = parameters.get("rope_type", "default")
-    if rope_type != "default":
-        raise InputError(
-            f"model type {model_type!r}: expected a checkpoint without position scaling, got rope_type {rope_type!r}; "
-            "checkpoints that are already scaled are not supported: give the model it was made from"
         )
     theta = parameters.get("rope_theta")
     if isinstance(theta, bool) or not isinstance(theta, int | float) or not math.isfinite(theta):
