@@ -41,6 +41,7 @@ ALL_KEYS = {
         "seed",
         "weights",
         "cache",
+        "tables",
         "model.path",
         "model.revision",
         "model.dtype",

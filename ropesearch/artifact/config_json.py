@@ -93,8 +93,15 @@ def extended_tokenizer_config(source: Mapping[str, Any], target_length: int) -> 
     return dict(source)
 
 
-def unscaled_config(source: Mapping[str, Any], geometry: Geometry) -> dict[str, Any]:
-    """`source`, a config.json with or without a regime, changed to what loads the plain table to original_length."""
+def unscaled_config(
+    source: Mapping[str, Any], geometry: Geometry, own_scaling: Mapping[str, Any] | None = None
+) -> dict[str, Any]:
+    """`source`, a config.json with or without a regime, changed to what loads the checkpoint's own table.
+
+    That is the plain table to original_length where `own_scaling` (of RopeConfig) is None.
+    """
+    if own_scaling is not None:
+        return _with_own_scaling(source, geometry, own_scaling)
     parameters: dict[str, Any] = {"rope_type": "default", "rope_theta": geometry.rope_theta}
     if geometry.rotary_dim != geometry.head_dim:
         parameters["partial_rotary_factor"] = geometry.rotary_dim / geometry.head_dim
@@ -106,4 +113,22 @@ def unscaled_config(source: Mapping[str, Any], geometry: Geometry) -> dict[str, 
         "rope_parameters": parameters,
     }
     result.pop("rope_scaling", None)
+    return result
+
+
+def _with_own_scaling(source: Mapping[str, Any], geometry: Geometry, own_scaling: Mapping[str, Any]) -> dict[str, Any]:
+    parameters = dict(own_scaling["rope_parameters"])
+    result = {
+        **source,
+        "head_dim": geometry.head_dim,
+        "max_position_embeddings": own_scaling["max_position_embeddings"],
+        "rope_theta": geometry.rope_theta,
+        "rope_parameters": parameters,
+    }
+    result.pop("rope_scaling", None)
+    original = parameters.get("original_max_position_embeddings")
+    if original is not None and (
+        "original_max_position_embeddings" in source or geometry.model_type in _TOP_LEVEL_ORIGINAL
+    ):
+        result["original_max_position_embeddings"] = original  # there it wins over the one in the parameters
     return result

@@ -14,13 +14,13 @@ from ropesearch import seeding
 from ropesearch.artifact.config import VerifyLevel
 from ropesearch.artifact.config_json import extended_config, extended_tokenizer_config
 from ropesearch.artifact.digest import TOKENIZER_CONFIG, checkpoint_binding
-from ropesearch.artifact.load import load, load_unscaled
+from ropesearch.artifact.load import load, load_unscaled, own_table
 from ropesearch.artifact.schema import RopeConfig
 from ropesearch.artifact.strict_json import read_json_object
 from ropesearch.errors import BindingError, InputError
 from ropesearch.model.install import installed, rotary_table
 from ropesearch.model.rotary import find_rotary
-from ropesearch.rope.regime import Regime, inverse_frequencies
+from ropesearch.rope.regime import inverse_frequencies
 
 # float32 powers of theta are this close to the float64 ones (relative); the float32 table itself is compared exactly.
 _TABLE_TOLERANCE = 1e-5
@@ -58,8 +58,8 @@ def verify(
       64 positions, in the checkpoint's dtype (absolute tolerance 1e-5, times the greatest logit where that is above 1).
       Lengths above `max_logits_tokens` are left out, and `max_logits_tokens` itself takes their place.
 
-    For a regime that config.json cannot express, table asks that config.json describes the unscaled model, and logits
-    compares what `ropesearch.load` gives instead.
+    For a regime that config.json cannot express, table asks that config.json describes the unscaled model, that is the
+    checkpoint's own table, and logits compares what `ropesearch.load` gives instead.
 
     Raises InputError for files that cannot be read, are malformed, or cannot be loaded.
     """
@@ -123,8 +123,6 @@ def _check_digest(folder: Path, rope_config: RopeConfig) -> Iterator[Finding]:
 def _check_table(folder: Path, rope_config: RopeConfig) -> Iterator[Finding]:
     geometry, regime = rope_config.geometry, rope_config.regimes[-1]
     config = read_json_object(folder / "config.json")
-    if rope_config.not_portable:
-        regime = Regime(name="unscaled", max_length=geometry.original_length, factors=(1.0,) * geometry.num_pairs)
     try:
         expected = extended_config(config, rope_config)
     except InputError as error:
@@ -141,10 +139,13 @@ def _check_table(folder: Path, rope_config: RopeConfig) -> Iterator[Finding]:
         yield Finding(level=VerifyLevel.table, ok=False, message=f"and {len(differences) - 10} more differences")
 
     tables, attention_factor = _built_by_transformers(folder, geometry.original_length, rope_config.target_length)
-    exact = rotary_table(geometry, regime).numpy()
-    formula = inverse_frequencies(geometry, regime.factors)
-    for where, table in tables.items():
-        wrong = _wrong_pairs(table, exact, formula)
+    own = own_table(folder, rope_config) if rope_config.not_portable else None
+    for length, table in tables.items():
+        where, exact = f"at {length} tokens", rotary_table(geometry, regime)
+        if own is not None:
+            regime, exact = own.regime_at(length), own.table_at(length)[0]
+        formula = inverse_frequencies(geometry, regime.factors)
+        wrong = _wrong_pairs(table, exact.numpy(), formula)
         if wrong is not None:
             yield Finding(level=VerifyLevel.table, ok=False, message=f"inverse frequencies {where}: {wrong}")
         else:
@@ -182,7 +183,7 @@ def _wrong_pairs(table: Any, exact: Any, formula: Any) -> str | None:
     return "; ".join(shown) + (f"; and {len(wrong) - 5} more pairs" if len(wrong) > 5 else "")
 
 
-def _built_by_transformers(folder: Path, original_length: int, target_length: int) -> tuple[dict[str, Any], float]:
+def _built_by_transformers(folder: Path, original_length: int, target_length: int) -> tuple[dict[int, Any], float]:
     """The float32 tables in force at original_length and target_length, and the attention factor; no weights needed."""
     try:
         config = transformers.AutoConfig.from_pretrained(folder, local_files_only=True)
@@ -193,7 +194,7 @@ def _built_by_transformers(folder: Path, original_length: int, target_length: in
         for length in (original_length, target_length):
             with torch.no_grad():
                 rotary(torch.zeros(1), torch.tensor([[length - 1]]))
-            tables[f"at {length} tokens"] = rotary.inv_freq.numpy().copy()
+            tables[length] = rotary.inv_freq.numpy().copy()
     except _LOAD_ERRORS as error:
         raise InputError(
             f"{folder}: transformers cannot build the model that config.json describes: {error}"
@@ -211,7 +212,7 @@ def _check_logits(folder: Path, rope_config: RopeConfig, max_logits_tokens: int,
 
     loaded = load_unscaled(folder, rope_config, device=device)
     device = loaded.device
-    with installed(loaded, rope_config.regimes[-1]):
+    with installed(loaded, rope_config.regimes[-1], as_shipped=True):
         expected = _logits(loaded.model, lengths)
     del loaded
     gc.collect()

@@ -58,14 +58,15 @@ def rotary_table(geometry: Geometry, regime: Regime) -> torch.Tensor:
 
 
 @contextlib.contextmanager
-def installed(loaded: LoadedModel, regime: Regime) -> Iterator[None]:
+def installed(loaded: LoadedModel, regime: Regime, *, as_shipped: bool = False) -> Iterator[None]:
     """Within the block the model's forward pass uses the regime; after it, exception or not, what was there before.
 
     Positions below `retained_tokens` keep the cos and sin of the checkpoint's own table, the one for sequences of
     `max_length` tokens where it has several; positions are absolute, so a cached or chunked forward pass agrees with a
     whole one. A regime that is the checkpoint's own leaves its table in force; where that depends on the length, it is
-    held at the one for `max_length`. Raises InputError when the factors do not fit the model or the module does not
-    answer with the cos and sin of the regime; RuntimeError when a regime is installed already.
+    held at the one for `max_length`. With `as_shipped` the table is the one that is shipped, made of the factors, in
+    that case too: the same up to float32 rounding. Raises InputError when the factors do not fit the model or the
+    module does not answer with the cos and sin of the regime; RuntimeError when a regime is installed already.
     """
     rotary = find_rotary(loaded.model, loaded.geometry.model_type)
     if getattr(rotary, _INSTALLED, False):
@@ -77,7 +78,7 @@ def installed(loaded: LoadedModel, regime: Regime) -> Iterator[None]:
     own = {**before, "rope_type": "default"}
     if loaded.own.varies:
         own["inv_freq"], own["attention_scaling"] = loaded.own.table_at(regime.max_length, device)
-    if loaded.own.is_own(regime):
+    if loaded.own.is_own(regime) and not as_shipped:
         scaled = own
     hook = None
     try:

@@ -46,6 +46,9 @@ class OwnTable:
                 f"{self._name}: its mscale_all_dim changes the attention outside the table, which a regime cannot "
                 "express; such checkpoints are not supported"
             )
+        longest = getattr(config, "max_position_embeddings", None)
+        if self.is_scaled and (isinstance(longest, bool) or not isinstance(longest, int) or longest < 1):
+            raise InputError(f"{self._name}: expected max_position_embeddings in tokens beside it, got {longest!r}")
         try:
             json.dumps(self.to_json(), allow_nan=False)
         except (TypeError, ValueError) as error:
