@@ -8,6 +8,7 @@ from optuna.trial import FrozenTrial, TrialState
 
 from ropesearch.errors import InputError
 from ropesearch.rope import methods
+from ropesearch.search.baselines import baseline_regimes, seed_regimes
 from ropesearch.search.config import EvolutionConfig, SpaceConfig
 from ropesearch.search.parameters import parameters
 from ropesearch.search.sampler import EvolutionSampler
@@ -21,7 +22,8 @@ SPACE = Space(make_geometry(), TARGET_LENGTH, SpaceConfig())
 
 
 def make_sampler(seed: int = 0, space: Space = SPACE) -> EvolutionSampler:
-    return EvolutionSampler(space, EVOLUTION, seed, SEEDS, num_baselines=0)
+    seeds = seed_regimes(baseline_regimes(space.geometry, space.target_length))
+    return EvolutionSampler(space, EVOLUTION, seed, seeds, num_baselines=0)
 
 
 def make_trial(
