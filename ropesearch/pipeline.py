@@ -125,7 +125,7 @@ def search(job: SearchJob) -> SearchOutcome:
             (job.target_length, at_target, job.objective),
             (geometry.original_length, at_original, whole_windows),
         ):
-            at = {name: functools.partial(_constant, regime) for name, regime in regimes.items()}
+            at: dict[str, RegimeAt] = {name: functools.partial(_constant, regime) for name, regime in regimes.items()}
             at[UNSCALED] = own.regime_at
             rows += _rows(scorer, windows["held_out"], at, [length], scoring, display)
 

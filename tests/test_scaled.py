@@ -50,7 +50,7 @@ def extended(source: Path, destination: Path, regime: Regime) -> Path:
 
 
 @pytest.mark.parametrize("retained_tokens", [0, 5])
-@pytest.mark.parametrize(("architecture", "rope_type"), CASES)
+@pytest.mark.parametrize(("architecture", "rope_type"), [case for case in CASES if case[0] != "qwen2"])
 def test_a_written_folder_gives_the_own_table_back_and_verifies(
     tmp_path: Path, architecture: str, rope_type: str, retained_tokens: int
 ) -> None:

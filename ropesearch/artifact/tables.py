@@ -99,7 +99,7 @@ def _from_text(content: bytes, geometry: Geometry, target_length: int) -> Regime
     try:
         lines = [line.strip() for line in content.decode("utf-8-sig").splitlines()]
     except UnicodeError as error:
-        raise InputError(f"expected JSON or numbers, got bytes that are no text ({error.reason})") from error
+        raise InputError("expected JSON or numbers in UTF-8, got bytes that are no text") from error
     rows = [[cell.strip() for cell in line.split(",")] for line in lines if line]
     for cell in (cell for row in rows for cell in row):
         if not _NUMBER.fullmatch(cell):
