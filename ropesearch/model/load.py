@@ -22,7 +22,7 @@ from ropesearch.rope.geometry import Geometry
 _LOAD_ERRORS = (
     OSError,
     ValueError,
-    KeyError,
+    LookupError,
     TypeError,
     AttributeError,
     ArithmeticError,
@@ -118,7 +118,13 @@ def read_geometry(folder: Path, original_length: int | None = None, *, trust_rem
     check_original_length(original_length, raw, str(parameters.get("rope_type", "default")))
     head_dim = getattr(config, "head_dim", None) or _head_dim_of(config, model_type)
     # As transformers does for every scaled type (modeling_rope_utils.py): truncated, not rounded.
-    rotary_dim = int(head_dim * (parameters.get("partial_rotary_factor") or 1.0))
+    partial = parameters.get("partial_rotary_factor") or 1.0
+    for key, value in (("head_dim", head_dim), ("partial_rotary_factor", partial)):
+        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < 1e6:
+            raise InputError(
+                f"model type {model_type!r}: expected a number above 0 for {key} in config.json, got {value!r}"
+            )
+    rotary_dim = int(head_dim * partial)
     length = getattr(config, "max_position_embeddings", None) if original_length is None else original_length
     if not isinstance(length, int):
         raise InputError(

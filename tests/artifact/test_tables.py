@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from ropesearch.artifact.tables import read_tables, table_of
@@ -222,6 +222,8 @@ ROPE = st.fixed_dictionaries(
 )
 
 
+@example({"rope_type": "default", "partial_rotary_factor": [None]}, {})
+@example({"rope_type": "default", "partial_rotary_factor": 1e308}, {})
 @given(ROPE | JSON, st.dictionaries(st.sampled_from(list(CONFIG)[1:]), JSON, max_size=1))
 def test_any_config_is_a_table_or_an_input_error(rope: Any, changes: dict[str, Any]) -> None:
     check(json.dumps(CONFIG | changes | {"rope_scaling": rope}).encode())
