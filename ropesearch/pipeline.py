@@ -15,8 +15,9 @@ import transformers
 from ropesearch.artifact.config import VerifyLevel, WeightsMode
 from ropesearch.artifact.digest import checkpoint_binding
 from ropesearch.artifact.folder import write_checkpoint_folder
-from ropesearch.artifact.load import find_folder, load_unscaled, read_bound
+from ropesearch.artifact.load import find_folder, load_unscaled, own_table, read_bound
 from ropesearch.artifact.schema import FILE_NAME, RopeConfig
+from ropesearch.artifact.tables import read_tables
 from ropesearch.artifact.verify import check_expressible
 from ropesearch.artifact.verify import verify as verify_folder
 from ropesearch.config import EvaluateJob, SearchJob, VerifyJob, expect_given, plain
@@ -27,7 +28,15 @@ from ropesearch.files import write_json
 from ropesearch.model.checkpoint import find_checkpoint
 from ropesearch.model.config import ModelConfig
 from ropesearch.model.install import installed, prove_installable
-from ropesearch.model.load import LoadedModel, load_model, load_tokenizer, read_geometry, read_layer_limits
+from ropesearch.model.load import (
+    LoadedModel,
+    load_model,
+    load_tokenizer,
+    read_geometry,
+    read_layer_limits,
+    read_own,
+)
+from ropesearch.model.own import UNSCALED, UNSCALED_LONG
 from ropesearch.report import EvaluateOutcome, SearchOutcome, VerifyOutcome
 from ropesearch.rope.regime import Regime
 from ropesearch.run_folder import RunFolder, versions
@@ -35,7 +44,7 @@ from ropesearch.score.config import ScoringConfig
 from ropesearch.score.score import Score
 from ropesearch.score.scorer import forward_equivalent_tokens, prove_scorer, score_windows, scoring_identity
 from ropesearch.score.store import ScoreStore
-from ropesearch.search.baselines import baseline_regimes
+from ropesearch.search.baselines import RESERVED_NAMES, baseline_regimes, seed_regimes
 from ropesearch.search.budget import Budget
 from ropesearch.search.ownership import exclusive
 from ropesearch.search.sampler import EvolutionSampler
@@ -62,9 +71,11 @@ def search(job: SearchJob) -> SearchOutcome:
     geometry.ratio(job.target_length)
     check_expressible(small_files, geometry, job.target_length, trust_remote_code=job.model.trust_remote_code)
     limits = read_layer_limits(small_files, trust_remote_code=job.model.trust_remote_code)
-    baselines = baseline_regimes(geometry, job.target_length)
+    own = read_own(small_files, geometry, trust_remote_code=job.model.trust_remote_code)
+    tables = read_tables(job.tables, geometry, job.target_length, RESERVED_NAMES)
+    baselines = baseline_regimes(geometry, job.target_length, own.regime_at(job.target_length), tables)
     space = Space(geometry, job.target_length, job.space)
-    sampler = EvolutionSampler(space, job.optimizer, job.seed, len(baselines))
+    sampler = EvolutionSampler(space, job.optimizer, job.seed, seed_regimes(baselines, tables), len(baselines))
     job.objective.check(job.target_length)
     whole_windows = dataclasses.replace(job.objective, last_tokens=None)  # what short inputs are reported on
     whole_windows.check(geometry.original_length)
@@ -84,16 +95,19 @@ def search(job: SearchJob) -> SearchOutcome:
             display.say(f"note: {geometry.model_type}: {limit}")
         fingerprints = {
             "weights": binding.digest,
+            "own_table": own.to_json(),
             "original_length": geometry.original_length,
             "target_length": job.target_length,
             "scoring": {split: scoring_identity(job.model, windows[split], job.objective) for split in windows},
             "space": plain(job.space),
             "optimizer": plain(job.optimizer),
+            "tables": {table.name: regime_json(table) for table in tables},
             "seed": job.seed,
         }
+        depends_on = {name: fingerprints[name] for name in ("weights", "own_table")}
         scorer = _Scorer(
             load=lambda: load_model(job.model),
-            identity=lambda of, scoring: {"weights": binding.digest, **scoring_identity(job.model, of, scoring)},
+            identity=lambda of, scoring: {**depends_on, **scoring_identity(job.model, of, scoring)},
             store=ScoreStore(run.path / "scores"),
         )
         run.describe(plain(job))
@@ -105,27 +119,34 @@ def search(job: SearchJob) -> SearchOutcome:
             run.path,
             sampler,
             lambda regime, split: scorer.score(regime, windows[split], job.objective),
+            baselines=baselines,
             cost_tokens=cost_tokens,
             fingerprints=fingerprints,
             budget=job.budget,
             selection=job.selection,
             on_event=on_event,
         )
+        if own.varies and result.method == UNSCALED:
+            # One table for all lengths is another result than a table that depends on them.
+            held = dataclasses.replace(result.regime, name=UNSCALED_LONG)
+            result = dataclasses.replace(result, regime=held, method=UNSCALED_LONG)
         best = [finalist.regime for finalist in result.finalists if finalist.method == SEARCHED][:1]
         at_target = {regime.name: regime for regime in [*baselines, *best, result.regime]}
-        at_original = {name: at_target[name] for name in dict.fromkeys(["unscaled", result.method])}
+        at_original = {name: at_target[name] for name in dict.fromkeys([UNSCALED, result.method])}
         rows = []
         for length, regimes, scoring in (
             (job.target_length, at_target, job.objective),
             (geometry.original_length, at_original, whole_windows),
         ):
-            always = {name: functools.partial(_constant, regime) for name, regime in regimes.items()}
-            rows += _rows(scorer, windows["held_out"], always, [length], scoring, display)
+            at: dict[str, RegimeAt] = {name: functools.partial(_constant, regime) for name, regime in regimes.items()}
+            at[UNSCALED] = own.regime_at
+            rows += _rows(scorer, windows["held_out"], at, [length], scoring, display)
 
         rope_config = RopeConfig(
             target_length=job.target_length,
             geometry=geometry,
             regimes=(result.regime,),
+            own_scaling=own.to_json() if own.is_scaled else None,
             checkpoint=binding,
             search=_search_record(job, result, windows, fingerprints),
             evaluation=[row.to_json() for row in rows],
@@ -160,6 +181,7 @@ def evaluate(job: EvaluateJob) -> EvaluateOutcome:
     folder = find_folder(Path(job.path))
     rope_config = RopeConfig.read(folder)
     geometry, target_length = rope_config.geometry, rope_config.target_length
+    own = own_table(folder, rope_config)
     lengths = job.lengths or _doublings(geometry.original_length, target_length)
     for length in lengths:
         if not 2 <= length <= target_length:
@@ -174,13 +196,13 @@ def evaluate(job: EvaluateJob) -> EvaluateOutcome:
     with run.logged(), ProgressDisplay() as display:
         rope_config = read_bound(folder)
         run.describe(plain(job))
-        digest = rope_config.checkpoint.digest
+        depends_on = {"weights": rope_config.checkpoint.digest, "own_table": own.to_json()}
         scorer = _Scorer(
             load=lambda: load_unscaled(folder, rope_config, device=job.device),
-            identity=lambda of, scoring: {"weights": digest, **scoring_identity(model_config, of, scoring)},
+            identity=lambda of, scoring: {**depends_on, **scoring_identity(model_config, of, scoring)},
             store=ScoreStore(run.path / "scores"),
         )
-        regimes = comparison_regimes(geometry, target_length, rope_config.regimes)
+        regimes = comparison_regimes(geometry, target_length, rope_config.regimes, own.regime_at)
         failures: list[str] = []
         rows = _rows(scorer, windows, regimes, lengths, job.objective, display, failures)
         outcome = EvaluateOutcome(run_folder=run.path, rows=rows, failures=failures)
@@ -208,7 +230,9 @@ class _Scorer:
     def loaded(self) -> LoadedModel:
         loaded = self.load()
         prove_installable(loaded)
-        prove_scorer(loaded)
+        # One table for the whole sequence, in chunks too, where the checkpoint's own depends on the length.
+        with installed(loaded, loaded.own.regime_at(loaded.geometry.original_length)):
+            prove_scorer(loaded)
         _log.info("loaded %s as %s with %s attention", loaded.folder, loaded.dtype, loaded.attention)
         return loaded
 

@@ -16,7 +16,8 @@ _HEAD_DIM_RECKONED = ("falcon",)
 # The keys of a rope_parameters that say how a table is scaled; what else a family keeps there (mrope_section) stays.
 _SCALING_KEYS = (
     "rope_type", "type", "factor", "original_max_position_embeddings", "short_factor", "long_factor",
-    "attention_factor", "short_mscale", "long_mscale",
+    "attention_factor", "short_mscale", "long_mscale", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate",
+    "low_freq_factor", "high_freq_factor", "alpha",
 )  # fmt: skip
 # Ministral 3 scales queries by position, from this key and its original_max_position_embeddings.
 _POSITION_SCALE = "llama_4_scaling_beta"
@@ -91,9 +92,8 @@ def regime_config(source: Mapping[str, Any], geometry: Geometry, regime: Regime,
         "long_mscale": regime.attention_factor,
         **_partial(source, geometry),
     }
-    if _POSITION_SCALE in (source.get("rope_parameters") or {}):
-        # The threshold of equal lists is void, so the key can keep saying what the source's says.
-        table |= _kept_by_position_scale(source["rope_parameters"])
+    # The threshold of equal lists is void, so the key can keep saying what the source's says.
+    table |= _kept_by_position_scale(_parameters(source))
     changes = {"max_position_embeddings": target_length, **_geometry_keys(source, geometry)}
     if "original_max_position_embeddings" in source or geometry.model_type in _TOP_LEVEL_ORIGINAL:
         changes["original_max_position_embeddings"] = geometry.original_length
@@ -132,29 +132,49 @@ def extended_tokenizer_config(source: Mapping[str, Any], target_length: int) -> 
     return dict(source)
 
 
-def unscaled_config(source: Mapping[str, Any], geometry: Geometry) -> dict[str, Any]:
-    """`source`, a config.json with or without a regime, changed to what loads the plain table to original_length."""
-    parameters = {"rope_type": "default", "rope_theta": geometry.rope_theta, **_partial(source, geometry)}
+def unscaled_config(
+    source: Mapping[str, Any], geometry: Geometry, own_scaling: Mapping[str, Any] | None = None
+) -> dict[str, Any]:
+    """`source`, a config.json with or without a regime, changed to what loads the checkpoint's own table.
+
+    That is the plain table to original_length where `own_scaling` (of RopeConfig) is None.
+    """
+    if own_scaling is None:
+        plain = {"rope_type": "default", "rope_theta": geometry.rope_theta, **_partial(source, geometry)}
+        parameters, longest = _by_layer_type(source, geometry, plain)["rope_parameters"], geometry.original_length
+    else:
+        parameters, longest = dict(own_scaling["rope_parameters"]), own_scaling["max_position_embeddings"]
     result = {
         **source,
         **_geometry_keys(source, geometry),
-        "max_position_embeddings": geometry.original_length,
-        **_by_layer_type(source, geometry, parameters),
+        "max_position_embeddings": longest,
+        "rope_parameters": parameters,
     }
     result.pop("rope_scaling", None)
-    if "original_max_position_embeddings" in result:
-        result["original_max_position_embeddings"] = geometry.original_length
+    key = "original_max_position_embeddings"
+    if own_scaling is None and key in result:
+        result[key] = geometry.original_length
+    elif key in parameters and (key in result or geometry.model_type in _TOP_LEVEL_ORIGINAL):
+        result[key] = parameters[key]  # there it wins over the one in the parameters
     return result
+
+
+def _parameters(source: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The rope parameters that transformers reads: rope_scaling, their older name, goes first."""
+    for value in (source.get("rope_scaling"), source.get("rope_parameters")):
+        if isinstance(value, Mapping) and value:
+            return value
+    return {}
 
 
 def _by_layer_type(source: Mapping[str, Any], geometry: Geometry, table: Mapping[str, Any]) -> dict[str, Any]:
     """`rope_parameters` with `table` for the rescaled layer types, or all layers, and what else the source's hold."""
-    known = source.get("rope_parameters") or {}
     if geometry.layer_types is None:
-        return {"rope_parameters": {**_own_keys(known), **table}}
-    result = dict(known)
+        return {"rope_parameters": {**_own_keys(_parameters(source)), **table}}
+    known = source.get("rope_parameters")
+    result = dict(known) if isinstance(known, Mapping) else {}
     for name, layer in geometry.layer_types.items():
-        own = known.get(name) or {}
+        own = value if isinstance(value := result.get(name), Mapping) else {}
         plain = {"rope_type": "default", **own, "rope_theta": layer.rope_theta}
         result[name] = {**_own_keys(own), **table} if layer.rescaled else plain
     return {"rope_parameters": result}
@@ -187,8 +207,8 @@ def _geometry_keys(source: Mapping[str, Any], geometry: Geometry) -> dict[str, A
 
 def _partial(source: Mapping[str, Any], geometry: Geometry) -> dict[str, float]:
     """partial_rotary_factor, where it is not 1 or the source says something of its own."""
-    known = source.get("rope_parameters") or {}
-    dicts = [source, known, *(value for value in known.values() if isinstance(value, dict))]
+    known = _parameters(source)
+    dicts = [source, known, *(value for value in known.values() if isinstance(value, Mapping))]
     if geometry.rotary_dim == geometry.head_dim and not any("partial_rotary_factor" in each for each in dicts):
         return {}
     return {"partial_rotary_factor": _partial_rotary_factor(geometry)}

@@ -18,7 +18,8 @@ from ropesearch.artifact.strict_json import read_json_object
 from ropesearch.errors import BindingError, InputError
 from ropesearch.model.config import Attention, DType, ModelConfig
 from ropesearch.model.install import installed
-from ropesearch.model.load import LoadedModel, load_model
+from ropesearch.model.load import LoadedModel, load_model, read_own
+from ropesearch.model.own import OwnTable
 from ropesearch.rope.regime import Regime
 
 
@@ -99,19 +100,18 @@ def load_unscaled(
     attention: Attention = Attention.sdpa,
     trust_remote_code: bool = False,
 ) -> LoadedModel:
-    """The weights of a written folder with the plain table of `rope_config.geometry`, for `installed` to work on.
+    """The weights of a written folder with the checkpoint's own table, plain or scaled, for `installed` to work on.
 
     This is the model as the search saw it. Weights are not compared with the digest, see `read_bound`. Raises
     InputError, see `load_model`.
     """
-    config = unscaled_config(read_json_object(folder / "config.json"), rope_config.geometry)
     with tempfile.TemporaryDirectory(prefix="ropesearch-") as name:
         # load_model takes a folder: this one has the same files, but for config.json.
         view = Path(name)
         for path in folder.iterdir():
             if path.name not in ("config.json", schema.FILE_NAME):
                 (view / path.name).symlink_to(path.resolve())
-        (view / "config.json").write_text(json.dumps(config))
+        _write_unscaled_config(folder, rope_config, view)
         model_config = ModelConfig(
             path=name,
             dtype=dtype,
@@ -127,12 +127,30 @@ def load_unscaled(
     return dataclasses.replace(loaded, folder=folder)
 
 
+def own_table(folder: Path, rope_config: RopeConfig, *, trust_remote_code: bool = False) -> OwnTable:
+    """The checkpoint's own table, as the search saw it; only config.json is read. Raises InputError, see `read_own`."""
+    with tempfile.TemporaryDirectory(prefix="ropesearch-") as name:
+        _write_unscaled_config(folder, rope_config, Path(name))
+        for path in folder.glob("*.py") if trust_remote_code else ():
+            (Path(name) / path.name).symlink_to(path.resolve())
+        try:
+            return read_own(Path(name), rope_config.geometry, trust_remote_code=trust_remote_code)
+        except InputError as error:
+            raise InputError(str(error).replace(name, str(folder))) from error
+
+
+def _write_unscaled_config(folder: Path, rope_config: RopeConfig, destination: Path) -> None:
+    source = read_json_object(folder / "config.json")
+    config = unscaled_config(source, rope_config.geometry, rope_config.own_scaling)
+    (destination / "config.json").write_text(json.dumps(config))
+
+
 class _Installed:
     """Keeps a regime installed: its context ends, and takes the regime out, only when the model itself goes."""
 
     def __init__(self, loaded: LoadedModel, regime: Regime) -> None:
         self._stack = contextlib.ExitStack()
-        self._stack.enter_context(installed(loaded, regime))
+        self._stack.enter_context(installed(loaded, regime, as_shipped=True))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "_Installed":
         return self

@@ -19,6 +19,7 @@ from ropesearch.rope.regime import Regime
 
 SCHEMA_VERSION = 1
 FILE_NAME = "rope_config.json"
+_JSON_FIELDS = ("own_scaling", "search", "evaluation", "versions")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,9 +61,10 @@ class RopeConfig:
     """The content of a rope_config.json.
 
     `regimes` have ascending max_length, and the last serves `target_length` tokens. `base_checkpoint` is None when the
-    weights were not fine-tuned. `search` and the rows of `evaluation` are JSON objects; the JSON Schema that ships with
-    the package (rope_config.schema.json) says which keys they must have, and more are welcome. `versions` names
-    software.
+    weights were not fine-tuned. `own_scaling` is what the checkpoint's own config.json scales positions with, as
+    transformers' rope_parameters and max_position_embeddings; None where it does not. `search` and the rows of
+    `evaluation` are JSON objects; the JSON Schema that ships with the package (rope_config.schema.json) says which keys
+    they must have, and more are welcome. `versions` names software.
 
     Raises InputError when made of values that the schema, or the geometry, does not admit.
     """
@@ -75,18 +77,32 @@ class RopeConfig:
     evaluation: Sequence[Mapping[str, Any]]
     versions: Mapping[str, str]
     base_checkpoint: Checkpoint | None = None
+    own_scaling: Mapping[str, Any] | None = None
 
     def __post_init__(self) -> None:
         try:
-            text = json.dumps({"search": self.search, "evaluation": self.evaluation, "versions": self.versions})
+            text = json.dumps({name: getattr(self, name) for name in _JSON_FIELDS})
         except (TypeError, ValueError, RecursionError) as error:
             raise InputError(f"{FILE_NAME}: expected values that JSON can hold, got {error}") from error
         plain = parse_json_object(text.encode(), FILE_NAME)
-        object.__setattr__(self, "search", plain["search"])
-        object.__setattr__(self, "evaluation", plain["evaluation"])
-        object.__setattr__(self, "versions", plain["versions"])
+        for name in _JSON_FIELDS:
+            object.__setattr__(self, name, plain[name])
         _check_schema(self.to_json(), FILE_NAME)
         self.geometry.ratio(self.target_length)
+        if self.own_scaling is not None:
+            parameters = self.own_scaling["rope_parameters"]
+            thetas = {"rope_parameters": (self.geometry.rope_theta, parameters)}
+            if self.geometry.layer_types is not None:
+                thetas = {
+                    f"rope_parameters.{name}": (layer.rope_theta, parameters.get(name))
+                    for name, layer in self.geometry.layer_types.items()
+                }
+            for where, (theta, value) in thetas.items():
+                own_theta = value.get("rope_theta") if isinstance(value, Mapping) else None
+                if own_theta != theta:
+                    raise InputError(
+                        f"$.own_scaling.{where}.rope_theta: expected {theta}, as in geometry, got {own_theta}"
+                    )
         for index, regime in enumerate(self.regimes):
             if len(regime.factors) != self.geometry.num_pairs:
                 raise InputError(
@@ -128,6 +144,7 @@ class RopeConfig:
                 name: {"rope_theta": layer.rope_theta, "rescaled": layer.rescaled}
                 for name, layer in geometry.layer_types.items()
             }
+        own_scaling = {} if self.own_scaling is None else {"own_scaling": self.own_scaling}
         return {
             "schema_version": SCHEMA_VERSION,
             "target_length": self.target_length,
@@ -140,6 +157,7 @@ class RopeConfig:
                 "rope_theta": geometry.rope_theta,
                 "layer_types": layer_types,
             },
+            **own_scaling,
             "regimes": [
                 {
                     "name": regime.name,
@@ -182,6 +200,7 @@ class RopeConfig:
                 ),
                 checkpoint=_checkpoint(value["checkpoint"]),
                 base_checkpoint=None if value["base_checkpoint"] is None else _checkpoint(value["base_checkpoint"]),
+                own_scaling=value.get("own_scaling"),
                 search=value["search"],
                 evaluation=value["evaluation"],
                 versions=value["versions"],

@@ -16,11 +16,12 @@ from ropesearch import seeding
 from ropesearch.artifact.config import VerifyLevel
 from ropesearch.artifact.config_json import extended_config, extended_tokenizer_config, older_loaders, regime_config
 from ropesearch.artifact.digest import TOKENIZER_CONFIG, checkpoint_binding
-from ropesearch.artifact.load import load, load_unscaled
+from ropesearch.artifact.load import load, load_unscaled, own_table
 from ropesearch.artifact.schema import RopeConfig
 from ropesearch.artifact.strict_json import read_json_object
 from ropesearch.errors import BindingError, InputError
 from ropesearch.model.install import installed, rotary_table
+from ropesearch.model.own import OwnTable
 from ropesearch.model.rotary import find_tables, rescaled_tables
 from ropesearch.model.skeleton import build_skeleton
 from ropesearch.rope.geometry import Geometry
@@ -62,8 +63,8 @@ def verify(
       64 positions, in the checkpoint's dtype (absolute tolerance 1e-5, times the greatest logit where that is above 1).
       Lengths above `max_logits_tokens` are left out, and `max_logits_tokens` itself takes their place.
 
-    For a regime that config.json cannot express, table asks that config.json describes the unscaled model, and logits
-    compares what `ropesearch.load` gives instead.
+    For a regime that config.json cannot express, table asks that config.json describes the unscaled model, that is the
+    checkpoint's own table, and logits compares what `ropesearch.load` gives instead.
 
     Raises InputError for files that cannot be read, are malformed, or cannot be loaded.
     """
@@ -154,8 +155,6 @@ def _check_digest(folder: Path, rope_config: RopeConfig) -> Iterator[Finding]:
 def _check_table(folder: Path, rope_config: RopeConfig) -> Iterator[Finding]:
     geometry, regime = rope_config.geometry, rope_config.regimes[-1]
     config = read_json_object(folder / "config.json")
-    if rope_config.not_portable:
-        regime = Regime(name="unscaled", max_length=geometry.original_length, factors=(1.0,) * geometry.num_pairs)
     try:
         expected = extended_config(config, rope_config)
     except InputError as error:
@@ -171,7 +170,8 @@ def _check_table(folder: Path, rope_config: RopeConfig) -> Iterator[Finding]:
     if len(differences) > 10:
         yield Finding(level=VerifyLevel.table, ok=False, message=f"and {len(differences) - 10} more differences")
 
-    yield from _table_findings(folder, geometry, regime, rope_config.target_length)
+    in_force = own_table(folder, rope_config) if rope_config.not_portable else regime
+    yield from _table_findings(folder, geometry, in_force, rope_config.target_length)
     limits = None if rope_config.not_portable else older_loaders(geometry)
     if limits is not None:
         yield Finding(level=VerifyLevel.table, ok=True, message=limits)
@@ -184,19 +184,22 @@ def _check_table(folder: Path, rope_config: RopeConfig) -> Iterator[Finding]:
 
 
 def _table_findings(
-    folder: Path, geometry: Geometry, regime: Regime, target_length: int, trust_remote_code: bool = False
+    folder: Path, geometry: Geometry, in_force: Regime | OwnTable, target_length: int, trust_remote_code: bool = False
 ) -> Iterator[Finding]:
-    """The tables that transformers builds from the folder's config.json against those of the regime."""
-    exact = rotary_table(geometry, regime).numpy()
-    formula = inverse_frequencies(geometry, regime.factors)
+    """The tables that transformers builds from the folder's config.json against those of the regime, or own table."""
     for built in _built_by_transformers(folder, geometry.original_length, target_length, trust_remote_code):
+        if isinstance(in_force, OwnTable):
+            regime, exact = in_force.regime_at(built.length), in_force.table_at(built.length)[0]
+        else:
+            regime, exact = in_force, rotary_table(geometry, in_force)
         layer = (geometry.layer_types or {}).get(built.layer_type)
         if layer is not None and not layer.rescaled:
             plain = layer.rope_theta ** -(np.arange(len(built.table)) / len(built.table))
             wrong, factor = _wrong_pairs(built.table, built.table, plain), 1.0
             meant = f"the plain ones of theta {layer.rope_theta:g}"
         else:
-            wrong, factor = _wrong_pairs(built.table, exact, formula), regime.attention_factor
+            formula = inverse_frequencies(geometry, regime.factors)
+            wrong, factor = _wrong_pairs(built.table, exact.numpy(), formula), regime.attention_factor
             meant = f"bit for bit the float32 table of {regime.name}"
         where = f"inverse frequencies {built.where}"
         message = f"{where}: {wrong}" if wrong else f"{where}: {len(built.table)} pairs, {meant}"
@@ -232,6 +235,7 @@ class _Built:
     """A float32 table that transformers has in force: at which length, of which layer type, its attention factor."""
 
     where: str
+    length: int
     layer_type: str
     table: Any
     attention_factor: float
@@ -262,9 +266,10 @@ def _built_by_transformers(
                 raise InputError(f"{folder}: transformers cannot make the rotary table: {error}") from error
             yield _Built(
                 where=f"at {length} tokens" + (f" ({table.layer_type})" if table.layer_type else ""),
+                length=length,
                 layer_type=table.layer_type or "",
                 table=table.inv_freq.numpy().copy(),
-                attention_factor=float(getattr(table.module, f"{table.prefix}attention_scaling")),
+                attention_factor=table.attention_factor,
             )
 
 
@@ -278,7 +283,7 @@ def _check_logits(folder: Path, rope_config: RopeConfig, max_logits_tokens: int,
 
     loaded = load_unscaled(folder, rope_config, device=device)
     device, attention = loaded.device, loaded.attention
-    with installed(loaded, rope_config.regimes[-1]):
+    with installed(loaded, rope_config.regimes[-1], as_shipped=True):
         expected = _logits(loaded.model, lengths)
     del loaded
     gc.collect()

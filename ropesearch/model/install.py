@@ -2,18 +2,26 @@
 
 import contextlib
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import nn
 from transformers import LlamaConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from ropesearch.errors import InputError
 from ropesearch.model.load import LoadedModel
-from ropesearch.model.rotary import RotaryTable, find_tables, layout_of, matching_layout, rescaled_tables
+from ropesearch.model.rotary import (
+    RotaryTable,
+    expected_rows,
+    find_tables,
+    held,
+    layout_of,
+    matching_layout,
+    rescaled_tables,
+)
 from ropesearch.rope.geometry import Geometry
 from ropesearch.rope.regime import Regime, inverse_frequencies
 
@@ -56,14 +64,16 @@ def rotary_table(geometry: Geometry, regime: Regime) -> torch.Tensor:
 
 
 @contextlib.contextmanager
-def installed(loaded: LoadedModel, regime: Regime) -> Iterator[None]:
+def installed(loaded: LoadedModel, regime: Regime, *, as_shipped: bool = False) -> Iterator[None]:
     """Within the block the model's forward pass uses the regime; after it, exception or not, what was there before.
 
     The regime is put in force in every table that `rescaled_tables` names; tables of windowed layers stay as they are.
-    Positions below `retained_tokens` keep the checkpoint's own cos and sin; positions are absolute, so a cached or
-    chunked forward pass agrees with a whole one. The unscaled regime leaves the checkpoint's own table in force. Raises
-    InputError when the factors do not fit the model or a module does not answer with the cos and sin of the regime;
-    RuntimeError when a regime is installed already.
+    Positions below `retained_tokens` keep the cos and sin of the checkpoint's own table, the one for sequences of
+    `max_length` tokens where it has several; positions are absolute, so a cached or chunked forward pass agrees with a
+    whole one. A regime that is the checkpoint's own leaves its table in force; where that depends on the length, it is
+    held at the one for `max_length`. With `as_shipped` the table is the one that is shipped, made of the factors, in
+    that case too: the same up to float32 rounding. Raises InputError when the factors do not fit the model or a module
+    does not answer with the cos and sin of the regime; RuntimeError when a regime is installed already.
     """
     model_type = loaded.geometry.model_type
     tables = rescaled_tables(find_tables(loaded.model, model_type), model_type)
@@ -71,15 +81,23 @@ def installed(loaded: LoadedModel, regime: Regime) -> Iterator[None]:
     if any(getattr(module, _INSTALLED, False) for module in modules):
         raise RuntimeError("a regime is already installed in this model; leave its block first")
     scaled_table = rotary_table(loaded.geometry, regime)
-    installations = [_Installation(table, table.values(), layout_of(table, model_type)) for table in tables]
+    keeps_own = loaded.own.is_own(regime) and not as_shipped
     with contextlib.ExitStack() as stack:
         for module in modules:
             setattr(module, _INSTALLED, True)
             stack.callback(delattr, module, _INSTALLED)
-        for installation in installations:
-            stack.callback(installation.put_back)
-            if not _is_unscaled(regime):
-                installation.put_in(scaled_table, regime.attention_factor)
+        stack.enter_context(held(tables))
+        installations = []
+        for table in tables:
+            stack.callback(_assign, table.module, table.values())
+            device = table.inv_freq.device
+            own: tuple[torch.Tensor, float] = (table.inv_freq, table.attention_factor)  # the very same tensor
+            if loaded.own.varies:
+                own = loaded.own.table_at(regime.max_length, device)
+            scaled = own if keeps_own else (scaled_table.to(device), regime.attention_factor)
+            _assign(table.module, table.values_of(*own))
+            installations.append(_Installation(table, own, scaled, layout_of(table, model_type)))
+            _assign(table.module, table.values_of(*scaled))
         if regime.retained_tokens:
             for module in modules:
                 inside = [each for each in installations if each.table.module is module]
@@ -112,12 +130,15 @@ def prove_installable(loaded: LoadedModel) -> None:
             )
         return answer
 
-    def canary(factor: float, attention_factor: float, retained_tokens: int) -> Regime:
+    longest = 4 * max(geometry.original_length, _NUM_CANARY_TOKENS)
+    own = loaded.own.regime_at(longest)
+
+    def canary(stretch: float, attention_factor: float, retained_tokens: int) -> Regime:
         return Regime(
             name="canary",
-            max_length=4 * max(geometry.original_length, _NUM_CANARY_TOKENS),
-            factors=(factor,) * geometry.num_pairs,
-            attention_factor=attention_factor,
+            max_length=longest,
+            factors=tuple(stretch * factor for factor in own.factors),
+            attention_factor=attention_factor * own.attention_factor,
             retained_tokens=retained_tokens,
         )
 
@@ -145,36 +166,16 @@ def prove_installable(loaded: LoadedModel) -> None:
             )
 
 
-def _is_unscaled(regime: Regime) -> bool:
-    return regime.attention_factor == 1 and all(factor == 1 for factor in regime.factors)
-
-
+@dataclass(frozen=True, slots=True)
 class _Installation:
-    """One table of a model, the attributes of its module that decide cos and sin, and those of the regime."""
+    """One table of a model, what it is by itself and under the regime (inverse frequencies and attention factor), and
+    how its module lays out cos and sin.
+    """
 
-    def __init__(self, table: RotaryTable, own: dict[str, Any], layout: str) -> None:
-        self.table = table
-        self.own = own
-        self.scaled = own
-        self.layout = layout
-
-    def put_in(self, scaled_table: torch.Tensor, attention_factor: float) -> None:
-        """Put `scaled_table` (num_pairs,) in force."""
-        self.scaled = self.table.scaled_values(scaled_table.to(self.table.inv_freq.device), attention_factor)
-        _assign(self.table.module, self.scaled)
-
-    def put_back(self) -> None:
-        """Put the checkpoint's own table in force, the very same tensors."""
-        _assign(self.table.module, self.own)
-
-    def inverse_frequencies(self, values: dict[str, Any]) -> NDArray[np.float64]:
-        """The inverse frequencies among `values`, float64, shape (num_pairs,)."""
-        table: NDArray[np.float64] = values[f"{self.table.prefix}inv_freq"].double().cpu().numpy()
-        return table
-
-    def attention_factor(self, values: dict[str, Any]) -> float:
-        """The attention factor among `values`."""
-        return float(values[f"{self.table.prefix}attention_scaling"])
+    table: RotaryTable
+    own: tuple[torch.Tensor, float]
+    scaled: tuple[torch.Tensor, float]
+    layout: str
 
 
 def _assign(rotary: nn.Module, values: dict[str, Any]) -> None:
@@ -183,18 +184,18 @@ def _assign(rotary: nn.Module, values: dict[str, Any]) -> None:
 
 
 def _keep_first_rows(installations: Sequence[_Installation], retained_tokens: int) -> Any:
-    """A forward hook: rows of cos and sin at positions below retained_tokens come from the module's own tables."""
+    """A forward hook: rows of cos and sin at positions below retained_tokens come from the checkpoint's own table."""
 
     def hook(rotary: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
         position_ids = kwargs["position_ids"] if "position_ids" in kwargs else args[1]
         # The module is the one that answers: of a copied model, the copy's.
         for installation in installations:
-            _assign(rotary, installation.own)
+            _assign(rotary, installation.table.values_of(*installation.own))
         try:
             own = rotary.forward(*args, **kwargs)
         finally:
             for installation in installations:
-                _assign(rotary, installation.scaled)
+                _assign(rotary, installation.table.values_of(*installation.scaled))
         if isinstance(output, torch.Tensor):  # complex: cos and sin in one
             return torch.where(_kept(position_ids, retained_tokens, output), own, output)
         return tuple(
@@ -225,18 +226,10 @@ def _prove_rows(installation: _Installation, geometry: Geometry, regime: Regime)
     probes = {0, 1, 2, kept - 1, kept, geometry.original_length - 1, geometry.original_length, last // 2, last}
     positions = np.array(sorted(position for position in probes if 0 <= position <= last))
     scaled_rows = (positions >= kept)[:, None]
-    scaled, own = installation.scaled, installation.own
-    angles = positions[:, None] * np.where(
-        scaled_rows, installation.inverse_frequencies(scaled), installation.inverse_frequencies(own)
-    )
-    attention_factor = np.where(scaled_rows, installation.attention_factor(scaled), installation.attention_factor(own))
-    layout = matching_layout(
-        installation.table.answer(positions),
-        attention_factor * np.cos(angles),
-        attention_factor * np.sin(angles),
-        # The module multiplies, and takes cos and sin, in float32.
-        attention_factor * (2**-23 * angles + 2e-6),
-    )
+    (scaled, scaled_factor), (own, own_factor) = installation.scaled, installation.own
+    inverse_frequencies64 = np.where(scaled_rows, scaled.double().cpu().numpy(), own.double().cpu().numpy())
+    rows = expected_rows(positions, inverse_frequencies64, np.where(scaled_rows, scaled_factor, own_factor))
+    layout = matching_layout(installation.table.answer(positions), *rows)
     if layout != installation.layout:
         raise InputError(
             f"model type {geometry.model_type!r}: the rotary module at {installation.table.name} does not answer with "

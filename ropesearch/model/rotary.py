@@ -1,6 +1,7 @@
 """The rotary tables that a model's forward pass reads its cos and sin from: where they are, and how they answer."""
 
-from collections.abc import Callable, Iterable, Sequence
+import contextlib
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,7 +11,6 @@ from numpy.typing import NDArray
 from torch import nn
 
 from ropesearch.errors import InputError
-from ropesearch.rope.geometry import Geometry
 
 # float32 powers of theta are this close to the float64 ones (relative), for any theta and rotary_dim in use.
 _TABLE_TOLERANCE = 1e-5
@@ -42,27 +42,23 @@ class RotaryTable:
         value: torch.Tensor = getattr(self.module, f"{self.prefix}{_INV_FREQ}")
         return value
 
+    @property
+    def attention_factor(self) -> float:
+        """The attention factor in force."""
+        return float(getattr(self.module, f"{self.prefix}attention_scaling"))
+
     def values(self) -> dict[str, Any]:
-        """The module's attributes that decide this table's cos and sin, by name."""
-        names = [f"{self.prefix}{_INV_FREQ}", f"{self.prefix}attention_scaling", "rope_type"]
+        """The module's attributes that are this table, by name."""
+        names = [f"{self.prefix}{_INV_FREQ}", f"{self.prefix}attention_scaling"]
         # PhiMoE computes its table in every forward pass, with this function.
         names += ["rope_init_fn"] if "rope_init_fn" in vars(self.module) else []
         return {name: getattr(self.module, name) for name in names}
 
-    def scaled_values(self, table: torch.Tensor, attention_factor: float) -> dict[str, Any]:
-        """The same attributes with another table in force; `table` is float32 on the module's device.
-
-        rope_type "default" keeps transformers' dynamic_rope_update from writing its own table over it.
-        """
-        values = self.values()
-        rope_type: Any = "default" if self.layer_type is None else {**values["rope_type"], self.layer_type: "default"}
-        values |= {
-            f"{self.prefix}{_INV_FREQ}": table,
-            f"{self.prefix}attention_scaling": attention_factor,
-            "rope_type": rope_type,
-        }
-        if "rope_init_fn" in values:
-            values["rope_init_fn"] = lambda *arguments, **keywords: (table, attention_factor)
+    def values_of(self, inv_freq: torch.Tensor, attention_factor: float) -> dict[str, Any]:
+        """The same attributes for another table; `inv_freq` is float32 on the module's device, shape (num_pairs,)."""
+        values = {f"{self.prefix}{_INV_FREQ}": inv_freq, f"{self.prefix}attention_scaling": attention_factor}
+        if "rope_init_fn" in vars(self.module):
+            values["rope_init_fn"] = lambda *arguments, **keywords: (inv_freq, attention_factor)
         return values
 
     def answer(self, positions: Sequence[int] | NDArray[np.int64]) -> Any:
@@ -75,6 +71,22 @@ class RotaryTable:
                 torch.as_tensor(positions, device=device)[None],
                 **keywords,
             )
+
+
+@contextlib.contextmanager
+def held(tables: Sequence[RotaryTable]) -> Iterator[None]:
+    """Within the block the modules of `tables` keep what is put in force there, whatever lengths they are asked for.
+
+    Its rope_type is "default" there, which keeps transformers' dynamic_rope_update from writing a table of its own over
+    it.
+    """
+    with contextlib.ExitStack() as stack:
+        for table in tables:
+            rope_type: Any = table.module.rope_type
+            stack.callback(setattr, table.module, "rope_type", rope_type)
+            unchanging: Any = {**rope_type, table.layer_type: "default"} if isinstance(rope_type, dict) else "default"
+            table.module.rope_type = unchanging
+        yield
 
 
 def _halves(rows: torch.Tensor) -> Iterable[torch.Tensor]:
@@ -121,6 +133,19 @@ def matching_layout(
         ):
             return name
     return None
+
+
+def expected_rows(
+    positions: NDArray[np.int64], inv_freq: NDArray[np.float64], attention_factor: Any
+) -> tuple[NDArray[np.float64], NDArray[np.float64], NDArray[np.float64]]:
+    """cos, sin and how near a module has to come to them, float64 of shape (positions, num_pairs); LongRoPE's Eq. 3.
+
+    `inv_freq` and `attention_factor` are those of the table, or of each position. The module multiplies, and takes cos
+    and sin, in float32.
+    """
+    angles = positions[:, None] * inv_freq
+    tolerance = attention_factor * (2**-23 * angles + 2e-6)
+    return attention_factor * np.cos(angles), attention_factor * np.sin(angles), tolerance
 
 
 def find_tables(model: nn.Module, model_type: str) -> tuple[RotaryTable, ...]:
@@ -183,36 +208,21 @@ def is_windowed(layer_type: str | None) -> bool:
     return layer_type is not None and any(word in layer_type for word in _WINDOWED)
 
 
-def check_geometry(tables: Sequence[RotaryTable], geometry: Geometry) -> None:
-    """InputError unless the built model's float32 tables are those of `geometry`, and answer with their cos and sin.
-
-    Each layer type's table is held against its own theta.
-    """
-    for table in tables:
-        theta = geometry.rope_theta
-        if table.layer_type is not None and geometry.layer_types is not None:
-            theta = geometry.layer_types[table.layer_type].rope_theta
-        elif is_windowed(table.layer_type):
-            continue
-        inv_freq = table.inv_freq
-        if inv_freq.dtype != torch.float32:
-            raise InputError(
-                f"model type {geometry.model_type!r}: expected a float32 table of inverse frequencies in the built "
-                f"model, got {inv_freq.dtype} at {table.name}"
-            )
-        num_pairs = inv_freq.numel()
-        if not is_windowed(table.layer_type) and num_pairs != geometry.num_pairs:
-            raise InputError(
-                f"model type {geometry.model_type!r}: expected {geometry.num_pairs} rotary pairs, "
-                f"the built model has {num_pairs} at {table.name}"
-            )
-        built = inv_freq.double().cpu().numpy()
-        plain = theta ** -(np.arange(num_pairs) / num_pairs)
-        if not np.allclose(built, plain, rtol=_TABLE_TOLERANCE, atol=0):
-            raise InputError(
-                f"model type {geometry.model_type!r}: the built model's inverse frequencies at {table.name} are not "
-                f"those of rope_theta = {theta:g} in config.json; this kind of model is not supported"
-            )
+def check_plain(table: RotaryTable, rope_theta: float, model_type: str) -> None:
+    """InputError unless the built module's table is float32 and the plain one of `rope_theta`."""
+    inv_freq = table.inv_freq
+    if inv_freq.dtype != torch.float32:
+        raise InputError(
+            f"model type {model_type!r}: expected a float32 table of inverse frequencies in the built model, got "
+            f"{inv_freq.dtype} at {table.name}"
+        )
+    built, num_pairs = inv_freq.double().cpu().numpy(), inv_freq.numel()
+    plain = rope_theta ** -(np.arange(num_pairs) / num_pairs)
+    if not np.allclose(built, plain, rtol=_TABLE_TOLERANCE, atol=0):
+        raise InputError(
+            f"model type {model_type!r}: the built model's inverse frequencies at {table.name} are not those of "
+            f"rope_theta = {rope_theta:g} in config.json; this kind of model is not supported"
+        )
 
 
 def layout_of(table: RotaryTable, model_type: str) -> str:
@@ -220,8 +230,6 @@ def layout_of(table: RotaryTable, model_type: str) -> str:
     that is known.
     """
     positions = np.arange(4)
-    angles = positions[:, None] * table.inv_freq.double().cpu().numpy()
-    attention_factor = float(getattr(table.module, f"{table.prefix}attention_scaling"))
     try:
         answer = table.answer(positions)
     except (TypeError, ValueError, IndexError, KeyError, RuntimeError, AttributeError) as error:
@@ -229,12 +237,8 @@ def layout_of(table: RotaryTable, model_type: str) -> str:
             f"model type {model_type!r}: the rotary module at {table.name} cannot be asked for cos and sin at given "
             f"positions ({type(error).__name__}: {error}); this kind of model is not supported"
         ) from error
-    layout = matching_layout(
-        answer,
-        attention_factor * np.cos(angles),
-        attention_factor * np.sin(angles),
-        attention_factor * (2**-23 * angles + 2e-6),
-    )
+    inv_freq = table.inv_freq.double().cpu().numpy()
+    layout = matching_layout(answer, *expected_rows(positions, inv_freq, table.attention_factor))
     if layout is None:
         raise InputError(
             f"model type {model_type!r}: the rotary module at {table.name} does not answer with the cos and sin of the "

@@ -43,7 +43,9 @@ class SpaceConfig:
 class EvolutionConfig:
     """LongRoPE's evolution; the defaults are the paper's."""
 
-    num_population: int = setting(64, "candidates before the first generation: linear, NTK, YaRN, and mutants of these")
+    num_population: int = setting(
+        64, "candidates before the first generation: linear, NTK, YaRN, given tables, and mutants of these"
+    )
     num_parents: int = setting(32, "best candidates of everything finished that a generation takes its parents from")
     num_mutations: int = setting(16, "mutants per generation")
     num_crossovers: int = setting(16, "crossovers per generation")

@@ -11,8 +11,7 @@ from optuna.samplers import BaseSampler
 from optuna.trial import FrozenTrial, TrialState
 
 from ropesearch.errors import InputError
-from ropesearch.rope import methods
-from ropesearch.search.baselines import NUM_BASELINES
+from ropesearch.rope.regime import Regime
 from ropesearch.search.config import EvolutionConfig
 from ropesearch.search.operators import cross, mutate, nearest_new
 from ropesearch.search.parameters import distributions, parameters
@@ -26,9 +25,9 @@ _NUM_TRIES = 8
 class EvolutionSampler(BaseSampler):
     """LongRoPE's evolutionary search (Ding et al. 2024, sec. 3.3 and Alg. 1).
 
-    The first num_population candidates are linear interpolation, NTK and YaRN (the true one, projected onto the space)
-    and mutants of these. Every generation then has num_mutations mutants and num_crossovers crossovers of the
-    num_parents best of everything finished, each pair touched with mutation_probability.
+    The first num_population candidates are `seeds`, projected onto the space (linear interpolation, NTK and the true
+    YaRN, see `seed_regimes`), and mutants of these. Every generation then has num_mutations mutants and num_crossovers
+    crossovers of the num_parents best of everything finished, each pair touched with mutation_probability.
 
     It differs from the paper where that saves evaluations: mutation and crossover are constructive, and half of each
     are made for a loss that is smooth along the pairs (see operators.py); better parents are drawn more often, in the
@@ -39,17 +38,21 @@ class EvolutionSampler(BaseSampler):
     ever waits. Failed trials have no children. Each candidate has a random stream of its own, so the proposal depends
     on the study's content, the seed and the number only. `num_baselines` trials come before the first candidate.
 
-    Raises InputError when the configuration cannot be run.
+    Raises InputError when the configuration cannot be run, or there is no seed.
     """
 
-    def __init__(self, space: Space, config: EvolutionConfig, seed: int, num_baselines: int = NUM_BASELINES) -> None:
+    def __init__(
+        self, space: Space, config: EvolutionConfig, seed: int, seeds: Sequence[Regime], num_baselines: int
+    ) -> None:
         _check(config)
         self.space = space
         self.config = config
         self._seed = seed
         self._num_baselines = num_baselines
         self._distributions = distributions(space)
-        self._seeds = seed_candidates(space)
+        if not seeds:
+            raise InputError("seeds: expected at least one regime to start from, got none")
+        self._seeds = list(dict.fromkeys(space.repair(regime) for regime in seeds))
 
     @property
     def num_candidates(self) -> int:
@@ -121,12 +124,6 @@ class EvolutionSampler(BaseSampler):
                 "ask for fewer trials or a finer grid"
             )
         return new
-
-
-def seed_candidates(space: Space) -> list[Candidate]:
-    """Linear, NTK and YaRN as candidates of `space`, without repetition."""
-    given = [method(space.geometry, space.target_length) for method in (methods.linear, methods.ntk, methods.yarn)]
-    return list(dict.fromkeys(space.repair(regime) for regime in given))
 
 
 def _rank(num_parents: int, rng: np.random.Generator) -> int:

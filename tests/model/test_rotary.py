@@ -7,7 +7,7 @@ import torch
 from ropesearch.errors import InputError
 from ropesearch.model.rotary import (
     RotaryTable,
-    check_geometry,
+    check_plain,
     find_tables,
     layout_of,
     matching_layout,
@@ -15,7 +15,6 @@ from ropesearch.model.rotary import (
 )
 from ropesearch.model.skeleton import build_skeleton
 from tests import tiny_models, toys
-from tests.rope.test_geometry import make_geometry
 
 
 def skeleton(model_type: str, **overrides: Any) -> Any:
@@ -67,16 +66,14 @@ def test_no_table_is_refused() -> None:
         find_tables(torch.nn.Sequential(holder), "other")
 
 
-def test_geometry_is_held_against_the_table() -> None:
-    tables = find_tables(toys.toy_model(), "llama")
-    check_geometry(tables, make_geometry(rotary_dim=16, rope_theta=1e4))
-    with pytest.raises(InputError, match=r"expected 16 rotary pairs, the built model has 8 at model.rotary_emb"):
-        check_geometry(tables, make_geometry(rotary_dim=32, rope_theta=1e4))
-    with pytest.raises(InputError, match="are not those of rope_theta = 10001"):
-        check_geometry(tables, make_geometry(rotary_dim=16, rope_theta=10001.0))
-    tables[0].module.to(torch.bfloat16)
+def test_theta_is_held_against_the_table() -> None:
+    table = find_tables(toys.toy_model(), "llama")[0]
+    check_plain(table, 1e4, "llama")
+    with pytest.raises(InputError, match=r"at model.rotary_emb are not those of rope_theta = 10001"):
+        check_plain(table, 10001.0, "llama")
+    table.module.to(torch.bfloat16)
     with pytest.raises(InputError, match=r"expected a float32 table .* got torch.bfloat16"):
-        check_geometry(tables, make_geometry(rotary_dim=16, rope_theta=1e4))
+        check_plain(table, 1e4, "llama")
 
 
 @pytest.mark.parametrize(

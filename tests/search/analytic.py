@@ -16,6 +16,7 @@ from ropesearch.rope.geometry import Geometry
 from ropesearch.rope.regime import Regime
 from ropesearch.score.score import Score
 from ropesearch.search import journal
+from ropesearch.search.baselines import baseline_regimes, seed_regimes
 from ropesearch.search.config import BudgetConfig, EvolutionConfig, SelectionConfig, SpaceConfig
 from ropesearch.search.sampler import EvolutionSampler
 from ropesearch.search.space import Space
@@ -36,8 +37,13 @@ def make_geometry(num_pairs: int = 8, original_length: int = 256) -> Geometry:
     )
 
 
+BASELINES = baseline_regimes(make_geometry(), TARGET_LENGTH)
+SEEDS = seed_regimes(BASELINES)
+
+
 def make_sampler(seed: int = 0, evolution: EvolutionConfig = EVOLUTION, **space: object) -> EvolutionSampler:
-    return EvolutionSampler(Space(make_geometry(), TARGET_LENGTH, SpaceConfig(**space)), evolution, seed)  # type: ignore[arg-type]
+    made = Space(make_geometry(), TARGET_LENGTH, SpaceConfig(**space))  # type: ignore[arg-type]
+    return EvolutionSampler(made, evolution, seed, SEEDS, len(BASELINES))
 
 
 def make_score(nats_per_token: float) -> Score:
@@ -61,6 +67,7 @@ def evaluate(regime: Regime, split: str) -> Score:
 
 def run(folder: Path, num_trials: int = 30, seed: int = 0, score: object = evaluate, **changes: object) -> SearchResult:
     arguments: dict[str, object] = {
+        "baselines": BASELINES,
         "cost_tokens": 16,
         "fingerprints": FINGERPRINTS,
         "budget": BudgetConfig(num_trials=num_trials),

@@ -8,20 +8,22 @@ from optuna.trial import FrozenTrial, TrialState
 
 from ropesearch.errors import InputError
 from ropesearch.rope import methods
+from ropesearch.search.baselines import baseline_regimes, seed_regimes
 from ropesearch.search.config import EvolutionConfig, SpaceConfig
 from ropesearch.search.parameters import parameters
-from ropesearch.search.sampler import EvolutionSampler, seed_candidates
+from ropesearch.search.sampler import EvolutionSampler
 from ropesearch.search.space import Candidate, Space
 from ropesearch.search.trials import CANDIDATE, candidate_json
 from ropesearch.seeding import stream
-from tests.search.analytic import EVOLUTION, TARGET_LENGTH, distance, make_geometry
+from tests.search.analytic import EVOLUTION, SEEDS, TARGET_LENGTH, distance, make_geometry
 
 GENERATION = EVOLUTION.num_mutations + EVOLUTION.num_crossovers
 SPACE = Space(make_geometry(), TARGET_LENGTH, SpaceConfig())
 
 
 def make_sampler(seed: int = 0, space: Space = SPACE) -> EvolutionSampler:
-    return EvolutionSampler(space, EVOLUTION, seed, num_baselines=0)
+    seeds = seed_regimes(baseline_regimes(space.geometry, space.target_length))
+    return EvolutionSampler(space, EVOLUTION, seed, seeds, num_baselines=0)
 
 
 def make_trial(
@@ -55,7 +57,7 @@ def candidates_of(trials: list[FrozenTrial]) -> list[object]:
 
 
 def test_defaults_are_the_papers() -> None:
-    sampler = EvolutionSampler(SPACE, EvolutionConfig(), 0, num_baselines=0)
+    sampler = EvolutionSampler(SPACE, EvolutionConfig(), 0, SEEDS, num_baselines=0)
     assert sampler.num_candidates == 1344
     assert EvolutionConfig().mutation_probability == 0.3
 
@@ -119,8 +121,8 @@ def test_while_others_run_parents_come_from_all_that_is_finished() -> None:
     best = Candidate((3, 5, 7, 11, 13, 17, 19, 23), 3, 0)
     running = [*trials[:first], make_trial(first, best, -100.0), make_trial(first + 1, None, state=TrialState.RUNNING)]
     assert sampler.propose(running, first + 2) != sampler.propose(trials[: first + 2], first + 2)
-    alone = EvolutionSampler(SPACE, EvolutionConfig(num_population=3, num_parents=2), 0, num_baselines=0)
-    seeds = seed_candidates(SPACE)
+    alone = EvolutionSampler(SPACE, EvolutionConfig(num_population=3, num_parents=2), 0, SEEDS, num_baselines=0)
+    seeds = [SPACE.repair(regime) for regime in SEEDS]
     known = [make_trial(number, candidate, 1.0) for number, candidate in enumerate(seeds)]
     new = [make_trial(3, best, -1.0), make_trial(4, None, state=TrialState.RUNNING)]
     children = [alone.propose(known + new, number) for number in range(5, 60)]
@@ -171,7 +173,7 @@ def random_search(space: Space, seed: int, num_trials: int) -> float:
 
 @pytest.mark.parametrize("seed", range(3))
 def test_it_comes_near_the_optimum_where_random_search_does_not(seed: int) -> None:
-    sampler = EvolutionSampler(SPACE, EvolutionConfig(num_population=16, num_parents=8), seed, num_baselines=0)
+    sampler = EvolutionSampler(SPACE, EvolutionConfig(num_population=16, num_parents=8), seed, SEEDS, num_baselines=0)
     values = [trial.values[0] for trial in run(sampler, 250)]
     assert min(values[:3]) > 0.97  # the best seed
     assert min(values) < 0.1
@@ -192,4 +194,4 @@ def test_it_comes_near_the_optimum_where_random_search_does_not(seed: int) -> No
 )
 def test_impossible_configurations_are_refused(change: dict[str, float], message: str) -> None:
     with pytest.raises(InputError, match=message):
-        EvolutionSampler(SPACE, EvolutionConfig(**change), 0)  # type: ignore[arg-type]
+        EvolutionSampler(SPACE, EvolutionConfig(**change), 0, SEEDS, 0)  # type: ignore[arg-type]

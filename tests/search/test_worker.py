@@ -22,7 +22,16 @@ from ropesearch.search.parameters import parameters
 from ropesearch.search.study import JOURNAL_NAME, open_study
 from ropesearch.search.trials import CANDIDATE, OWNER, recorded_candidate, recorded_regime, recorded_score
 from ropesearch.search.worker import SearchEvent, SearchResult
-from tests.search.analytic import FINGERPRINTS, TARGET_LENGTH, evaluate, make_geometry, make_sampler, make_score, run
+from tests.search.analytic import (
+    BASELINES,
+    FINGERPRINTS,
+    TARGET_LENGTH,
+    evaluate,
+    make_geometry,
+    make_sampler,
+    make_score,
+    run,
+)
 
 VOLATILE = {"owner", "seconds"}
 
@@ -274,6 +283,7 @@ def test_without_a_budget_the_generations_end_it(tmp_path: Path) -> None:
         tmp_path,
         make_sampler(evolution=evolution),
         evaluate,
+        baselines=BASELINES,
         cost_tokens=1,
         fingerprints={},
         budget=BudgetConfig(),
@@ -291,6 +301,7 @@ def test_an_exhausted_space_ends_the_search(tmp_path: Path) -> None:
         tmp_path,
         sampler,
         lambda regime, split: make_score(1 + sum(regime.factors)),
+        baselines=BASELINES,
         cost_tokens=1,
         fingerprints={},
         budget=BudgetConfig(num_trials=500),
