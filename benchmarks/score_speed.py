@@ -17,6 +17,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from ropesearch.data.windows import Windows
 from ropesearch.model.load import LoadedModel
+from ropesearch.model.own import OwnTable
 from ropesearch.rope.geometry import Geometry
 from ropesearch.score.config import ScoringConfig
 from ropesearch.score.scorer import score_windows
@@ -78,7 +79,14 @@ def random_model(vocabulary_tokens: int) -> LoadedModel:
     model = LlamaForCausalLM(config).eval().requires_grad_(False)
     geometry = Geometry(model_type="llama", head_dim=64, rotary_dim=64, original_length=256, rope_theta=10000.0)
     return LoadedModel(
-        model=model, tokenizer=None, geometry=geometry, folder=Path(), dtype="float32", attention="sdpa", device="cpu"
+        model=model,
+        tokenizer=None,
+        geometry=geometry,
+        own=OwnTable(geometry, config),
+        folder=Path(),
+        dtype="float32",
+        attention="sdpa",
+        device="cpu",
     )
 
 

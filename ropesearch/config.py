@@ -41,6 +41,11 @@ class SearchJob:
     seed: int = setting(0, "seed of every random stream")
     weights: WeightsMode = setting(WeightsMode.copy, "how the weights get into the run's checkpoint folder")
     cache: str | None = setting("~/.cache/ropesearch", "folder that keeps tokenised texts between runs; null for none")
+    tables: list[str] = setting(
+        [],
+        "files with tables to start from and to compare with: rope_config.json, config.json of any rope type, or CSV "
+        "with one factor a line",
+    )
     model: ModelConfig = group(ModelConfig)
     corpus: CorpusConfig = group(CorpusConfig)
     space: SpaceConfig = group(SpaceConfig)

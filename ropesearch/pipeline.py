@@ -14,9 +14,11 @@ import transformers
 from ropesearch.artifact.config import VerifyLevel, WeightsMode
 from ropesearch.artifact.digest import check_entries
 from ropesearch.artifact.folder import write_checkpoint_folder
-from ropesearch.artifact.load import find_folder, load_unscaled, read_bound
+from ropesearch.artifact.load import find_folder, load_unscaled, own_table, read_bound
 from ropesearch.artifact.origin import Origin, checkpoint_states
 from ropesearch.artifact.schema import FILE_NAME, RopeConfig
+from ropesearch.artifact.tables import read_tables
+from ropesearch.artifact.verify import check_expressible
 from ropesearch.artifact.verify import verify as verify_folder
 from ropesearch.config import EvaluateJob, SearchJob, VerifyJob, expect_given, plain
 from ropesearch.data.windows import Windows, build_windows, check_vocabulary
@@ -26,7 +28,15 @@ from ropesearch.files import remove_folder, write_json
 from ropesearch.model.checkpoint import find_checkpoint
 from ropesearch.model.config import ModelConfig
 from ropesearch.model.install import installed, prove_installable
-from ropesearch.model.load import LoadedModel, load_model, load_tokenizer, read_geometry
+from ropesearch.model.load import (
+    LoadedModel,
+    load_model,
+    load_tokenizer,
+    read_geometry,
+    read_layer_limits,
+    read_own,
+)
+from ropesearch.model.own import UNSCALED, UNSCALED_LONG
 from ropesearch.report import EvaluateOutcome, SearchOutcome, VerifyOutcome
 from ropesearch.rope.regime import Regime
 from ropesearch.run_folder import RunFolder, versions
@@ -35,7 +45,7 @@ from ropesearch.score.objective import objective_of
 from ropesearch.score.score import Score
 from ropesearch.score.scorer import forward_equivalent_tokens, prove_scorer, score_windows, scoring_identity
 from ropesearch.score.store import ScoreStore
-from ropesearch.search.baselines import baseline_regimes
+from ropesearch.search.baselines import RESERVED_NAMES, baseline_regimes, seed_regimes
 from ropesearch.search.budget import Budget
 from ropesearch.search.optimizers import make_sampler
 from ropesearch.search.ownership import exclusive
@@ -62,9 +72,14 @@ def search(job: SearchJob) -> SearchOutcome:
     small_states = checkpoint_states(small_files)
     geometry = read_geometry(small_files, job.model.original_length, trust_remote_code=job.model.trust_remote_code)
     geometry.ratio(job.target_length)
-    baselines = baseline_regimes(geometry, job.target_length)
+    check_expressible(small_files, geometry, job.target_length, trust_remote_code=job.model.trust_remote_code)
+    limits = read_layer_limits(small_files, trust_remote_code=job.model.trust_remote_code)
+    own = read_own(small_files, geometry, trust_remote_code=job.model.trust_remote_code)
+    tables = read_tables(job.tables, geometry, job.target_length, RESERVED_NAMES)
+    baselines = baseline_regimes(geometry, job.target_length, own.regime_at(job.target_length), tables)
     space = Space(geometry, job.target_length, job.space)
-    sampler = make_sampler(space, job.optimizer, job.seed, seeds=baselines[1:], num_baselines=len(baselines))
+    seeds = seed_regimes(baselines, tables)
+    sampler = make_sampler(space, job.optimizer, job.seed, seeds=seeds, num_baselines=len(baselines))
     job.objective.check(job.target_length)
     objective = objective_of(job.objective, job.target_length, geometry.original_length)
     whole_windows = dataclasses.replace(job.objective, last_tokens=None)  # what short inputs are reported on
@@ -82,9 +97,13 @@ def search(job: SearchJob) -> SearchOutcome:
 
     run = RunFolder.of("search", job.run, plain(job), without=("run", "budget", "cache", "weights"))
     with run.logged(), ProgressDisplay() as display:
+        for limit in limits:
+            _log.warning("%s: %s", geometry.model_type, limit)
+            display.say(f"note: {geometry.model_type}: {limit}")
         fingerprints = {
             "weights": binding.digest,
             "config": origin.config_digest,
+            "own_table": own.to_json(),
             "original_length": geometry.original_length,
             "target_length": job.target_length,
             "scoring": {
@@ -96,11 +115,13 @@ def search(job: SearchJob) -> SearchOutcome:
             "objective": objective.to_json(),
             "space": plain(job.space),
             "optimizer": plain(job)["optimizer"],
+            "tables": {table.name: regime_json(table) for table in tables},
             "seed": job.seed,
         }
+        depends_on = {**origin.identity, "own_table": own.to_json()}
         scorer = _Scorer(
             load=lambda: origin.loaded_with(lambda: load_model(job.model)),
-            identity=lambda of, scoring: {**origin.identity, **scoring_identity(job.model, of, scoring)},
+            identity=lambda of, scoring: {**depends_on, **scoring_identity(job.model, of, scoring)},
             store=ScoreStore(run.path / "scores"),
         )
         open_study(run.path, fingerprints, sampler)  # another search in this folder keeps its description
@@ -115,6 +136,7 @@ def search(job: SearchJob) -> SearchOutcome:
             run.path,
             sampler,
             lambda regime, split: scorer.score(regime, windows[split], job.objective, objective.spans),
+            baselines=baselines,
             cost_tokens=cost_tokens,
             fingerprints=fingerprints,
             budget=job.budget,
@@ -122,9 +144,13 @@ def search(job: SearchJob) -> SearchOutcome:
             objective=objective,
             on_event=on_event,
         )
+        if own.varies and result.method == UNSCALED:
+            # One table for all lengths is another result than a table that depends on them.
+            held = dataclasses.replace(result.regime, name=UNSCALED_LONG)
+            result = dataclasses.replace(result, regime=held, method=UNSCALED_LONG)
         best = [finalist.regime for finalist in result.finalists if finalist.method == SEARCHED][:1]
         at_target = {regime.name: regime for regime in [*baselines, *best, result.regime]}
-        at_original = {name: at_target[name] for name in dict.fromkeys(["unscaled", result.method])}
+        at_original = {name: at_target[name] for name in dict.fromkeys([UNSCALED, result.method])}
         between = [
             length for length in job.objective.lengths if length not in (job.target_length, geometry.original_length)
         ]
@@ -135,8 +161,9 @@ def search(job: SearchJob) -> SearchOutcome:
             *((length, at_target, job.objective) for length in between),
             (geometry.original_length, at_original, whole_windows),
         ):
-            always = {name: functools.partial(_constant, regime) for name, regime in regimes.items()}
-            rows += _rows(scorer, windows["held_out"], always, [length], scoring, display, failures)
+            at: dict[str, RegimeAt] = {name: functools.partial(_constant, regime) for name, regime in regimes.items()}
+            at[UNSCALED] = own.regime_at
+            rows += _rows(scorer, windows["held_out"], at, [length], scoring, display, failures)
         if (result.method, job.target_length) not in {(row.method, row.length) for row in rows}:
             raise NothingScoredError(f"the result could not be scored on the held-out windows: {'; '.join(failures)}")
 
@@ -180,6 +207,7 @@ def evaluate(job: EvaluateJob) -> EvaluateOutcome:
     check_entries(folder)
     rope_config = RopeConfig.read(folder)
     geometry, target_length = rope_config.geometry, rope_config.target_length
+    own = own_table(folder, rope_config)
     lengths = job.lengths or job.objective.lengths or _doublings(geometry.original_length, target_length)
     for length in lengths:
         if not 2 <= length <= target_length:
@@ -193,15 +221,16 @@ def evaluate(job: EvaluateJob) -> EvaluateOutcome:
     run = RunFolder.of("evaluate", job.run, asked, without=("run", "cache", "lengths"))
     with run.logged(), ProgressDisplay() as display:
         origin = Origin.read(folder, lambda folder: read_bound(folder).checkpoint)
+        depends_on = {**origin.identity, "own_table": own.to_json()}
         scorer = _Scorer(
             load=lambda: origin.loaded_with(lambda: load_unscaled(folder, rope_config, device=job.device)),
-            identity=lambda of, scoring: {**origin.identity, **scoring_identity(model_config, of, scoring)},
+            identity=lambda of, scoring: {**depends_on, **scoring_identity(model_config, of, scoring)},
             store=ScoreStore(run.path / "scores"),
         )
         if run.is_new:
             scorer.prove([windows])
         run.describe(plain(job))
-        regimes = comparison_regimes(geometry, target_length, rope_config.regimes)
+        regimes = comparison_regimes(geometry, target_length, rope_config.regimes, own.regime_at)
         failures: list[str] = []
         rows = _rows(scorer, windows, regimes, lengths, job.objective, display, failures)
         outcome = EvaluateOutcome(run_folder=run.path, rows=rows, failures=failures)
@@ -229,7 +258,9 @@ class _Scorer:
     def loaded(self) -> LoadedModel:
         loaded = self.load()
         prove_installable(loaded)
-        prove_scorer(loaded)
+        # One table for the whole sequence, in chunks too, where the checkpoint's own depends on the length.
+        with installed(loaded, loaded.own.regime_at(loaded.geometry.original_length)):
+            prove_scorer(loaded)
         _log.info("loaded %s as %s with %s attention", loaded.folder, loaded.dtype, loaded.attention)
         return loaded
 

@@ -23,7 +23,7 @@ from ropesearch.data.config import CorpusConfig
 from ropesearch.data.windows import build_windows
 from ropesearch.demo.__main__ import write_demo
 from ropesearch.errors import BindingError, ScoringError
-from tests import runs, toys
+from tests import runs, tiny_models, toys
 
 
 @pytest.fixture(scope="module")
@@ -37,6 +37,43 @@ def finished(toy_folder: Path, corpus: Path, tmp_path_factory: pytest.TempPathFa
     run = tmp_path_factory.mktemp("run") / "run"
     assert cli.main(runs.search_words(toy_folder, corpus, run)) == 0
     return run
+
+
+def test_what_limits_layers_is_said_once_and_logged(
+    corpus: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A model of windowed layers, neighbouring pairs and scaled logits goes through the whole job."""
+    model = tiny_models.write_tiny_model(
+        tmp_path / "model", "cohere2", sliding_window=40, max_position_embeddings=toys.ORIGINAL_LENGTH
+    )
+    assert cli.main(runs.search_words(model, corpus, tmp_path / "run", num_trials=6)) == 0
+    said = [line for line in capsys.readouterr().err.splitlines() if line.startswith("note: cohere2: ")]
+    assert said == [
+        "note: cohere2: 3 of 4 layers (0, 1, 2) attend to the last 40 tokens only: they never see further, "
+        "whatever the factors",
+        "note: cohere2: 1 of 4 layers (3) have no rotary embeddings: the factors do not reach them, and what they do "
+        "beyond the trained length stays as it is",
+        "note: cohere2: no layer both rotates and sees the whole sequence, so factors can change little",
+    ]
+    log = (tmp_path / "run" / "log.txt").read_text()
+    assert log.count("WARNING ropesearch.pipeline: cohere2: 3 of 4 layers (0, 1, 2) attend to the last 40 tokens") == 1
+
+
+@pytest.mark.parametrize(
+    ("model_type", "message"),
+    [
+        ("gpt2", "gpt2 has learned absolute positions; there is nothing to rescale"),
+        ("bloom", "bloom has ALiBi, a bias that grows with distance; there is nothing to rescale"),
+        ("recurrent_gemma", "transformers cannot serve a searched table for this family"),
+    ],
+)
+def test_models_that_cannot_be_searched_are_refused_before_their_weights_load(
+    model_type: str, message: str, corpus: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tiny_models.tiny_config(model_type).save_pretrained(tmp_path / "model")
+    words = runs.search_words(tmp_path / "model", corpus, tmp_path / "run")
+    assert cli.main([*words, "model.original_length=64"]) == 2
+    assert message in capsys.readouterr().err
 
 
 def perplexity(model: Any, token_ids: Any) -> float:
@@ -189,10 +226,7 @@ def test_a_search_with_lengths_and_a_guard_says_what_it_was(
     ]
     assert cli.main(words) == 0
     out = capsys.readouterr().out
-    assert (
-        "objective: nats per token, weighted 0.25 at 32 tokens, 0.75 at 128 tokens; guard: perplexity on the first 64 tokens"
-        in out
-    )
+    assert "objective: nats per token, weighted 0.25 at 32 tokens, 0.75 at 128 tokens; guard: perplexity on the " in out
     search = RopeConfig.read(tmp_path / "run").search
     assert search["optimizer"]["name"] == "cmaes"
     assert search["space"]["num_pairs_at_one"] == "search"

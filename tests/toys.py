@@ -17,6 +17,7 @@ def toy_config(architecture: str = "llama", **overrides: Any) -> Any:
     config_class = {
         "llama": transformers.LlamaConfig,
         "mistral": transformers.MistralConfig,
+        "phi3": transformers.Phi3Config,
         "qwen2": transformers.Qwen2Config,
         "qwen3": transformers.Qwen3Config,
     }[architecture]

@@ -1,14 +1,32 @@
 """The config.json of an extended checkpoint: one regime, said so that every loader computes the same table."""
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
 from ropesearch.artifact.schema import RopeConfig
 from ropesearch.errors import InputError
 from ropesearch.rope.geometry import Geometry
+from ropesearch.rope.regime import Regime
 
 # Their config classes have a top-level original_max_position_embeddings, with a default that overrides the nested one.
 _TOP_LEVEL_ORIGINAL = ("phi3", "phi4_multimodal", "phimoe")
+# Their config classes reckon head_dim and let nobody set it.
+_HEAD_DIM_RECKONED = ("falcon",)
+# The keys of a rope_parameters that say how a table is scaled; what else a family keeps there (mrope_section) stays.
+_SCALING_KEYS = (
+    "rope_type", "type", "factor", "original_max_position_embeddings", "short_factor", "long_factor",
+    "attention_factor", "short_mscale", "long_mscale", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate",
+    "low_freq_factor", "high_freq_factor", "alpha",
+)  # fmt: skip
+# Ministral 3 scales queries by position, from this key and its original_max_position_embeddings.
+_POSITION_SCALE = "llama_4_scaling_beta"
+# Their config classes, of transformers 4.57 and 5, apply rope_scaling to full attention alone.
+_SCALING_OF_FULL_ATTENTION = ("gemma3_text", "gemma3n_text", "olmo3")
+# Top-level keys of transformers 4.57 for the theta of windowed layers.
+_WINDOWED_THETA = {"gemma3_text": "rope_local_base_freq", "gemma3n_text": "rope_local_base_freq"}
+# Model types whose config classes have names of their own for partial_rotary_factor and rope_theta.
+_OWN_NAMES = ("gpt_neox", "gpt_neox_japanese")
 
 
 def extended_config(source: Mapping[str, Any], rope_config: RopeConfig) -> dict[str, Any]:
@@ -34,12 +52,18 @@ def extended_config(source: Mapping[str, Any], rope_config: RopeConfig) -> dict[
     - `rope_config_fingerprint`, so that neither file can be changed without the other noticing.
     - `head_dim`, since model classes that leave it None fail to build longrope; `type` beside `rope_type` for readers
       of the older name; `max_position_embeddings` = target_length, which is what the one table serves.
+    - `partial_rotary_factor`, where a head is rotated in part or the source has the key, inside the dicts and at top
+      level, and as `rotary_pct` (`rotary_emb_base` for theta) where the family calls it so (GPT-NeoX). transformers
+      makes the table's length from head_dim times this factor, whatever the family's unscaled table does.
+    - With one table for each layer type, `rope_parameters` holds the regime for the rescaled types and the plain table
+      for the others, as the schema of transformers 5 has it. `rope_scaling` is written only where the family's config
+      class applies it to full attention alone (Gemma 3, OLMo 3), with `rope_local_base_freq` beside `rope_theta` for
+      Gemma 3; other families would apply it to every layer, so they get none.
 
-    Where loaders differ still: the Phi-3 config class of transformers 4.57 refuses, with an error, a `rope_scaling` of
-    more than three keys. Engines that recompute the attention factor from target_length / original_length
-    (TensorRT-LLM, ExLlama, MLX) agree only when it is sqrt(1 + ln ratio / ln original_length).
+    Where loaders differ still, see `older_loaders`. Engines that recompute the attention factor from target_length /
+    original_length (TensorRT-LLM, ExLlama, MLX) agree only when it is sqrt(1 + ln ratio / ln original_length).
 
-    Raises InputError when the source is of another model type, or its layers differ in their tables.
+    Raises InputError when the source is of another model type.
     """
     geometry = rope_config.geometry
     if source.get("model_type") != geometry.model_type:
@@ -47,39 +71,54 @@ def extended_config(source: Mapping[str, Any], rope_config: RopeConfig) -> dict[
             f"config.json: expected model_type {geometry.model_type!r}, as in rope_config.json, "
             f"got {source.get('model_type')!r}"
         )
-    if geometry.layer_types is not None:
-        raise InputError(
-            f"model type {geometry.model_type!r}: expected one table for all layers, got one for each kind of layer; "
-            "writing such a config.json is not supported"
-        )
-    source = {**source, "rope_config_fingerprint": rope_config.fingerprint}
+    fingerprint = {"rope_config_fingerprint": rope_config.fingerprint}
     if rope_config.not_portable:
-        return source
-    regime = rope_config.regimes[-1]
+        return {**source, **fingerprint}
+    return regime_config(source, geometry, rope_config.regimes[-1], rope_config.target_length) | fingerprint
+
+
+def regime_config(source: Mapping[str, Any], geometry: Geometry, regime: Regime, target_length: int) -> dict[str, Any]:
+    """`source`, a config.json, changed so that loading it puts `regime` in force; see `extended_config`."""
     table: dict[str, Any] = {
         "rope_type": "longrope",
         "type": "longrope",
         "rope_theta": geometry.rope_theta,
-        "factor": geometry.ratio(rope_config.target_length),
+        "factor": geometry.ratio(target_length),
         "original_max_position_embeddings": geometry.original_length,
         "short_factor": list(regime.factors),
         "long_factor": list(regime.factors),
         "attention_factor": regime.attention_factor,
         "short_mscale": regime.attention_factor,
         "long_mscale": regime.attention_factor,
+        **_partial(source, geometry),
     }
-    changes: dict[str, Any] = {
-        "head_dim": geometry.head_dim,
-        "max_position_embeddings": rope_config.target_length,
-        "rope_theta": geometry.rope_theta,
-    }
-    if geometry.rotary_dim != geometry.head_dim:
-        partial = geometry.rotary_dim / geometry.head_dim
-        table["partial_rotary_factor"] = partial
-        changes["partial_rotary_factor"] = partial
+    # The threshold of equal lists is void, so the key can keep saying what the source's says.
+    table |= _kept_by_position_scale(_parameters(source))
+    changes = {"max_position_embeddings": target_length, **_geometry_keys(source, geometry)}
     if "original_max_position_embeddings" in source or geometry.model_type in _TOP_LEVEL_ORIGINAL:
         changes["original_max_position_embeddings"] = geometry.original_length
-    return {**source, **changes, "rope_parameters": table, "rope_scaling": dict(table)}
+    result = {**source, **changes, **_by_layer_type(source, geometry, table)}
+    result.pop("rope_scaling", None)
+    if geometry.layer_types is None:
+        result["rope_scaling"] = dict(result["rope_parameters"])
+    elif geometry.model_type in _SCALING_OF_FULL_ATTENTION:
+        result["rope_scaling"] = dict(table)
+    return result
+
+
+def older_loaders(geometry: Geometry) -> str | None:
+    """What transformers 4.57 makes of the config.json of `extended_config` where it is not the same table, or None."""
+    if geometry.model_type in _TOP_LEVEL_ORIGINAL:
+        return (
+            "transformers 4.57 cannot load this config.json: its config class refuses a rope_scaling of more than "
+            "three keys, and with three alone no loader would learn of the attention factor"
+        )
+    if geometry.layer_types is not None and geometry.model_type not in _SCALING_OF_FULL_ATTENTION:
+        return (
+            "transformers 4.57 has no key for a table of one layer type in this family: it runs the unscaled model, or "
+            "does not know the family"
+        )
+    return None
 
 
 def extended_tokenizer_config(source: Mapping[str, Any], target_length: int) -> dict[str, Any]:
@@ -93,17 +132,64 @@ def extended_tokenizer_config(source: Mapping[str, Any], target_length: int) -> 
     return dict(source)
 
 
-def unscaled_config(source: Mapping[str, Any], geometry: Geometry) -> dict[str, Any]:
-    """`source`, a config.json with or without a regime, changed to what loads the plain table to original_length."""
-    parameters: dict[str, Any] = {"rope_type": "default", "rope_theta": geometry.rope_theta}
-    if geometry.rotary_dim != geometry.head_dim:
-        parameters["partial_rotary_factor"] = geometry.rotary_dim / geometry.head_dim
-    result = {
-        **source,
-        "head_dim": geometry.head_dim,
-        "max_position_embeddings": geometry.original_length,
-        "rope_theta": geometry.rope_theta,
-        "rope_parameters": parameters,
-    }
-    result.pop("rope_scaling", None)
-    return result
+def _parameters(source: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The rope parameters that transformers reads: rope_scaling, their older name, goes first."""
+    for value in (source.get("rope_scaling"), source.get("rope_parameters")):
+        if isinstance(value, Mapping) and value:
+            return value
+    return {}
+
+
+def _by_layer_type(source: Mapping[str, Any], geometry: Geometry, table: Mapping[str, Any]) -> dict[str, Any]:
+    """`rope_parameters` with `table` for the rescaled layer types, or all layers, and what else the source's hold."""
+    if geometry.layer_types is None:
+        return {"rope_parameters": {**_own_keys(_parameters(source)), **table}}
+    known = source.get("rope_parameters")
+    result = dict(known) if isinstance(known, Mapping) else {}
+    for name, layer in geometry.layer_types.items():
+        own = value if isinstance(value := result.get(name), Mapping) else {}
+        plain = {"rope_type": "default", **own, "rope_theta": layer.rope_theta}
+        result[name] = {**_own_keys(own), **table} if layer.rescaled else plain
+    return {"rope_parameters": result}
+
+
+def _own_keys(parameters: Mapping[str, Any]) -> dict[str, Any]:
+    own = {key: value for key, value in parameters.items() if key not in _SCALING_KEYS}
+    return own | _kept_by_position_scale(parameters)
+
+
+def _kept_by_position_scale(parameters: Mapping[str, Any]) -> dict[str, Any]:
+    key = "original_max_position_embeddings"
+    return {key: parameters[key]} if _POSITION_SCALE in parameters and key in parameters else {}
+
+
+def _geometry_keys(source: Mapping[str, Any], geometry: Geometry) -> dict[str, Any]:
+    """The top-level keys that say head_dim, theta and the part of a head that is rotated, by each family's names."""
+    keys: dict[str, Any] = {"rope_theta": geometry.rope_theta, **_partial(source, geometry)}
+    if geometry.model_type not in _HEAD_DIM_RECKONED:
+        keys["head_dim"] = geometry.head_dim
+    if geometry.model_type in _OWN_NAMES:
+        keys["rotary_emb_base"] = geometry.rope_theta
+        keys["rotary_pct"] = _partial_rotary_factor(geometry)
+    if geometry.model_type in _WINDOWED_THETA:
+        for layer in (geometry.layer_types or {}).values():
+            if not layer.rescaled:
+                keys[_WINDOWED_THETA[geometry.model_type]] = layer.rope_theta
+    return keys
+
+
+def _partial(source: Mapping[str, Any], geometry: Geometry) -> dict[str, float]:
+    """partial_rotary_factor, where it is not 1 or the source says something of its own."""
+    known = _parameters(source)
+    dicts = [source, known, *(value for value in known.values() if isinstance(value, Mapping))]
+    if geometry.rotary_dim == geometry.head_dim and not any("partial_rotary_factor" in each for each in dicts):
+        return {}
+    return {"partial_rotary_factor": _partial_rotary_factor(geometry)}
+
+
+def _partial_rotary_factor(geometry: Geometry) -> float:
+    """The least number at hand of which transformers' int(head_dim * number) is rotary_dim."""
+    factor = geometry.rotary_dim / geometry.head_dim
+    while int(geometry.head_dim * factor) < geometry.rotary_dim:
+        factor = math.nextafter(factor, 2.0)
+    return factor

@@ -10,14 +10,15 @@ from typing import Any
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ropesearch.artifact import schema
-from ropesearch.artifact.config_json import extended_config, unscaled_config
+from ropesearch.artifact.config_json import extended_config
 from ropesearch.artifact.digest import check_entries, checkpoint_binding
 from ropesearch.artifact.folder import check_binding, json_differences
 from ropesearch.artifact.schema import RopeConfig
 from ropesearch.errors import BindingError, InputError
 from ropesearch.model.config import Attention, DType, ModelConfig
 from ropesearch.model.install import installed
-from ropesearch.model.load import LoadedModel, load_model
+from ropesearch.model.load import LoadedModel, load_model, read_own
+from ropesearch.model.own import OwnTable
 from ropesearch.rope.regime import Regime
 
 
@@ -99,20 +100,19 @@ def load_unscaled(
     attention: Attention = Attention.sdpa,
     trust_remote_code: bool = False,
 ) -> LoadedModel:
-    """The weights of a written folder with the plain table of `rope_config.geometry`, for `installed` to work on.
+    """The weights of a written folder with the checkpoint's own table, plain or scaled, for `installed` to work on.
 
     This is the model as the search saw it: its config.json is made of the one in rope_config.json. Weights are not
     compared with the digest, see `read_bound`. Raises InputError, see `load_model` and `check_entries`.
     """
     check_entries(folder)
-    config = unscaled_config(rope_config.checkpoint.config, rope_config.geometry)
     with tempfile.TemporaryDirectory(prefix="ropesearch-") as name:
         # load_model takes a folder: this one has the same files, but for config.json.
         view = Path(name)
         for path in folder.iterdir():
             if path.name not in ("config.json", schema.FILE_NAME):
                 (view / path.name).symlink_to(path.resolve())
-        (view / "config.json").write_text(json.dumps(config))
+        (view / "config.json").write_text(json.dumps(rope_config.checkpoint.config))
         model_config = ModelConfig(
             path=name,
             dtype=dtype,
@@ -128,12 +128,24 @@ def load_unscaled(
     return dataclasses.replace(loaded, folder=folder)
 
 
+def own_table(folder: Path, rope_config: RopeConfig, *, trust_remote_code: bool = False) -> OwnTable:
+    """The checkpoint's own table, as the search saw it; only config.json is read. Raises InputError, see `read_own`."""
+    with tempfile.TemporaryDirectory(prefix="ropesearch-") as name:
+        (Path(name) / "config.json").write_text(json.dumps(rope_config.checkpoint.config))
+        for path in folder.glob("*.py") if trust_remote_code else ():
+            (Path(name) / path.name).symlink_to(path.resolve())
+        try:
+            return read_own(Path(name), rope_config.geometry, trust_remote_code=trust_remote_code)
+        except InputError as error:
+            raise InputError(str(error).replace(name, str(folder))) from error
+
+
 class _Installed:
     """Keeps a regime installed: its context ends, and takes the regime out, only when the model itself goes."""
 
     def __init__(self, loaded: LoadedModel, regime: Regime) -> None:
         self._stack = contextlib.ExitStack()
-        self._stack.enter_context(installed(loaded, regime))
+        self._stack.enter_context(installed(loaded, regime, as_shipped=True))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "_Installed":
         return self

@@ -1,6 +1,8 @@
 """Proving that a folder's weights, table and logits are what its rope_config.json says."""
 
 import gc
+import json
+import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +16,7 @@ from safetensors import SafetensorError
 
 from ropesearch import seeding
 from ropesearch.artifact.config import VerifyLevel
+from ropesearch.artifact.config_json import older_loaders, regime_config
 from ropesearch.artifact.digest import (
     CONFIG,
     GENERATION_CONFIG,
@@ -22,11 +25,14 @@ from ropesearch.artifact.digest import (
     checkpoint_binding,
 )
 from ropesearch.artifact.folder import Difference, json_differences
-from ropesearch.artifact.load import load, load_unscaled
+from ropesearch.artifact.load import load, load_unscaled, own_table
 from ropesearch.artifact.schema import RopeConfig
+from ropesearch.artifact.strict_json import read_json_object
 from ropesearch.errors import BindingError, InputError
 from ropesearch.model.install import installed, rotary_table
-from ropesearch.model.rotary import find_rotary
+from ropesearch.model.own import OwnTable
+from ropesearch.model.rotary import find_tables, rescaled_tables
+from ropesearch.model.skeleton import build_skeleton
 from ropesearch.rope.geometry import Geometry
 from ropesearch.rope.regime import Regime, inverse_frequencies
 
@@ -86,8 +92,8 @@ def verify(
       64 positions, in the checkpoint's dtype (absolute tolerance 1e-5, times the greatest logit where that is above 1).
       Lengths above `max_logits_tokens` are left out, and `max_logits_tokens` itself takes their place.
 
-    For a regime that config.json cannot express, table asks that config.json describes the unscaled model, and logits
-    compares what `ropesearch.load` gives instead.
+    For a regime that config.json cannot express, table asks that config.json describes the unscaled model, that is the
+    checkpoint's own table, and logits compares what `ropesearch.load` gives instead.
 
     What counts as the same folder: the same tensors (name, dtype, shape, bytes) in other shards or another order, with
     other notes in the headers and the index; rope_config.json, config.json, generation_config.json and
@@ -122,6 +128,33 @@ def verify(
                 raise
             findings.append(Finding(level=VerifyLevel.logits, ok=False, message=f"not compared: {error}"))
     return findings
+
+
+def check_expressible(folder: Path, geometry: Geometry, target_length: int, *, trust_remote_code: bool = False) -> None:
+    """InputError unless the folder's model is of a family in which a config.json can put a regime in force.
+
+    No weights are read: the model is built from the config.json of a probe regime, and its tables are compared.
+    """
+    probe = Regime(
+        name="probe",
+        max_length=target_length,
+        factors=tuple(1 + (pair + 1) / (2 * geometry.num_pairs) for pair in range(geometry.num_pairs)),
+        attention_factor=1.25,
+    )
+    refusal = f"model type {geometry.model_type!r}: transformers cannot serve a searched table for this family"
+    with tempfile.TemporaryDirectory(prefix="ropesearch-") as name:
+        config = regime_config(read_json_object(folder / "config.json"), geometry, probe, target_length)
+        (Path(name) / "config.json").write_text(json.dumps(config))
+        for path in folder.glob("*.py"):  # code that ships with the checkpoint, used only where that was asked for
+            (Path(name) / path.name).symlink_to(path.resolve())
+        try:
+            findings = [*_table_findings(Path(name), geometry, probe, target_length, trust_remote_code)]
+        except InputError as error:
+            reason = str(error).replace(name, str(folder))
+            raise InputError(f"{refusal} ({reason}); a search would be of no use, it is not supported") from error
+    for finding in findings:
+        if not finding.ok:
+            raise InputError(f"{refusal} ({finding.message}); a search would be of no use, it is not supported")
 
 
 def _check_digest(folder: Path, rope_config: RopeConfig) -> Iterator[Finding]:
@@ -177,16 +210,15 @@ def _shown_differences(level: VerifyLevel, differences: Sequence[Difference]) ->
 
 def _check_table(folder: Path, rope_config: RopeConfig, differences: Sequence[Difference]) -> Iterator[Finding]:
     geometry, regime = rope_config.geometry, rope_config.regimes[-1]
-    if rope_config.not_portable:
-        regime = Regime(name="unscaled", max_length=geometry.original_length, factors=(1.0,) * geometry.num_pairs)
     yield from _shown_differences(VerifyLevel.table, [each for each in differences if each.is_position])
     another = _another_model(differences)
     if another is not None:
         message = f"inverse frequencies: not compared, config.json describes another model ({another})"
         yield Finding(level=VerifyLevel.table, ok=False, message=message)
         return
+    in_force = own_table(folder, rope_config) if rope_config.not_portable else regime
     try:
-        yield from [*_table_findings(folder, geometry, regime, rope_config.target_length)]
+        yield from [*_table_findings(folder, geometry, in_force, rope_config.target_length)]
     except InputError as error:
         if not differences:
             raise
@@ -198,22 +230,33 @@ def _check_table(folder: Path, rope_config: RopeConfig, differences: Sequence[Di
             "ropesearch.load the regime"
         )
         yield Finding(level=VerifyLevel.table, ok=True, message=message)
+    elif (limits := older_loaders(geometry)) is not None:
+        yield Finding(level=VerifyLevel.table, ok=True, message=limits)
 
 
-def _table_findings(folder: Path, geometry: Geometry, regime: Regime, target_length: int) -> Iterator[Finding]:
-    """The tables that transformers builds from the folder's config.json against those of the regime."""
-    tables, attention_factor = _built_by_transformers(folder, geometry.original_length, target_length)
-    exact = rotary_table(geometry, regime).numpy()
-    formula = inverse_frequencies(geometry, regime.factors)
-    for where, table in tables.items():
-        wrong = _wrong_pairs(table, exact, formula)
-        if wrong is not None:
-            yield Finding(level=VerifyLevel.table, ok=False, message=f"inverse frequencies {where}: {wrong}")
+def _table_findings(
+    folder: Path, geometry: Geometry, in_force: Regime | OwnTable, target_length: int, trust_remote_code: bool = False
+) -> Iterator[Finding]:
+    """The tables that transformers builds from the folder's config.json against those of the regime, or own table."""
+    for built in _built_by_transformers(folder, geometry.original_length, target_length, trust_remote_code):
+        if isinstance(in_force, OwnTable):
+            regime, exact = in_force.regime_at(built.length), in_force.table_at(built.length)[0]
         else:
-            message = f"inverse frequencies {where}: {len(table)} pairs, bit for bit the float32 table of {regime.name}"
-            yield Finding(level=VerifyLevel.table, ok=True, message=message)
-    message = f"attention factor: expected {regime.attention_factor!r}, got {attention_factor!r}"
-    yield Finding(level=VerifyLevel.table, ok=attention_factor == regime.attention_factor, message=message)
+            regime, exact = in_force, rotary_table(geometry, in_force)
+        layer = (geometry.layer_types or {}).get(built.layer_type)
+        if layer is not None and not layer.rescaled:
+            plain = layer.rope_theta ** -(np.arange(len(built.table)) / len(built.table))
+            wrong, factor = _wrong_pairs(built.table, built.table, plain), 1.0
+            meant = f"the plain ones of theta {layer.rope_theta:g}"
+        else:
+            formula = inverse_frequencies(geometry, regime.factors)
+            wrong, factor = _wrong_pairs(built.table, exact.numpy(), formula), regime.attention_factor
+            meant = f"bit for bit the float32 table of {regime.name}"
+        where = f"inverse frequencies {built.where}"
+        message = f"{where}: {wrong}" if wrong else f"{where}: {len(built.table)} pairs, {meant}"
+        yield Finding(level=VerifyLevel.table, ok=wrong is None, message=message)
+        message = f"attention factor {built.where}: expected {factor!r}, got {built.attention_factor!r}"
+        yield Finding(level=VerifyLevel.table, ok=built.attention_factor == factor, message=message)
 
 
 def _another_model(differences: Sequence[Difference]) -> str | None:
@@ -235,23 +278,47 @@ def _wrong_pairs(table: Any, exact: Any, formula: Any) -> str | None:
     return "; ".join(shown) + (f"; and {len(wrong) - 5} more pairs" if len(wrong) > 5 else "")
 
 
-def _built_by_transformers(folder: Path, original_length: int, target_length: int) -> tuple[dict[str, Any], float]:
-    """The float32 tables in force at original_length and target_length, and the attention factor; no weights needed."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Built:
+    """A float32 table that transformers has in force: at which length, of which layer type, its attention factor."""
+
+    where: str
+    length: int
+    layer_type: str
+    table: Any
+    attention_factor: float
+
+
+def _built_by_transformers(
+    folder: Path, original_length: int, target_length: int, trust_remote_code: bool
+) -> Iterator[_Built]:
+    """The tables in force at original_length and target_length; no weights needed."""
     try:
-        config = transformers.AutoConfig.from_pretrained(folder, local_files_only=True)
-        with torch.device("meta"):
-            model = _AUTO_MODEL.from_config(config)
-        rotary: Any = type(find_rotary(model, config.model_type))(config=config)
-        tables = {}
-        for length in (original_length, target_length):
-            with torch.no_grad():
-                rotary(torch.zeros(1), torch.tensor([[length - 1]]))
-            tables[f"at {length} tokens"] = rotary.inv_freq.numpy().copy()
+        config = transformers.AutoConfig.from_pretrained(
+            folder, trust_remote_code=trust_remote_code, local_files_only=True
+        )
     except _LOAD_ERRORS as error:
         raise InputError(
             f"{folder}: transformers cannot build the model that config.json describes: {error}"
         ) from error
-    return tables, float(rotary.attention_scaling)
+    model = build_skeleton(config, trust_remote_code=trust_remote_code)
+    tables = find_tables(model, config.model_type)
+    rescaled_tables(tables, config.model_type)
+    # A table that several modules share is looked at once.
+    distinct = {table.layer_type: table for table in tables}
+    for length in (original_length, target_length):
+        for table in distinct.values():
+            try:
+                table.answer([length - 1])
+            except _LOAD_ERRORS as error:
+                raise InputError(f"{folder}: transformers cannot make the rotary table: {error}") from error
+            yield _Built(
+                where=f"at {length} tokens" + (f" ({table.layer_type})" if table.layer_type else ""),
+                length=length,
+                layer_type=table.layer_type or "",
+                table=table.inv_freq.numpy().copy(),
+                attention_factor=table.attention_factor,
+            )
 
 
 def _check_logits(
@@ -268,15 +335,15 @@ def _check_logits(
         lengths.append(max_logits_tokens)
 
     loaded = load_unscaled(folder, rope_config, device=device)
-    device = loaded.device
-    with installed(loaded, rope_config.regimes[-1]):
+    device, attention = loaded.device, loaded.attention
+    with installed(loaded, rope_config.regimes[-1], as_shipped=True):
         expected = _logits(loaded.model, lengths)
     del loaded
     gc.collect()
     if rope_config.not_portable:
         found = _logits(load(folder, device=device)[0], lengths)
     else:
-        found = _logits(_plain_load(folder, device), lengths)
+        found = _logits(_plain_load(folder, device, attention), lengths)
 
     for length, reference, logits in zip(lengths, expected, found, strict=True):
         difference = float((logits - reference).abs().max())
@@ -291,13 +358,13 @@ def _check_logits(
         yield Finding(level=VerifyLevel.logits, ok=True, message=message)
 
 
-def _plain_load(folder: Path, device: str) -> Any:
+def _plain_load(folder: Path, device: str, attention: str) -> Any:
     try:
         model = _AUTO_MODEL.from_pretrained(
             folder,
             dtype="auto",
             device_map={"": device},
-            attn_implementation="sdpa",
+            attn_implementation=attention,
             use_safetensors=True,
             local_files_only=True,
         )

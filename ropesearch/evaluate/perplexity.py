@@ -53,12 +53,14 @@ class Evaluation:
         return {"method": values.pop("method"), "measure": self.measure, **values}
 
 
-def comparison_regimes(geometry: Geometry, target_length: int, searched: Sequence[Regime]) -> dict[str, RegimeAt]:
+def comparison_regimes(
+    geometry: Geometry, target_length: int, searched: Sequence[Regime], unscaled: RegimeAt | None = None
+) -> dict[str, RegimeAt]:
     """The methods a searched result is compared with, and the result itself, as method -> regime at a length.
 
     `searched` holds the result's regimes; at a length the one with the least sufficient max_length is in force. A
     single one goes by its name, which is a baseline's where no candidate beat that. Calling one raises InputError for a
-    length that it does not serve.
+    length that it does not serve. `unscaled` is the checkpoint's own table at a length; None is the plain one.
     """
 
     def searched_at(length: int) -> Regime:
@@ -72,6 +74,8 @@ def comparison_regimes(geometry: Geometry, target_length: int, searched: Sequenc
         method: partial(_always, make(geometry, target_length))
         for method, make in (("unscaled", identity), ("linear", linear), ("ntk", ntk))
     }
+    if unscaled is not None:
+        regimes["unscaled"] = unscaled
     regimes["dynamic_ntk"] = partial(dynamic_ntk, geometry, target_length)
     regimes["yarn"] = partial(_always, yarn(geometry, target_length))
     regimes[searched[0].name if len(searched) == 1 else "searched"] = searched_at

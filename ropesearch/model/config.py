@@ -16,7 +16,7 @@ class DType(Enum):
 
 
 class Attention(Enum):
-    """The attention implementation of transformers to use."""
+    """The attention implementation of transformers to use; sdpa stands for eager where an architecture has no sdpa."""
 
     sdpa = "sdpa"
     eager = "eager"
@@ -38,5 +38,6 @@ class ModelConfig:
     trust_remote_code: bool = setting(False, "run Python code that ships with the checkpoint")
     original_length: int | None = setting(
         None,
-        "length the model was trained to, in tokens; none: the checkpoint's max_position_embeddings",
+        "length the model was trained to, in tokens; none: the checkpoint's max_position_embeddings; has to be given "
+        "for a checkpoint that is already scaled (Llama 3.1: 8192)",
     )

@@ -1,7 +1,8 @@
 """Put a regime in force in a loaded model, prove that the forward pass uses it, and take it out without a trace."""
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -12,13 +13,18 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from ropesearch.errors import InputError
 from ropesearch.model.load import LoadedModel
-from ropesearch.model.rotary import find_rotary
+from ropesearch.model.rotary import (
+    RotaryTable,
+    expected_rows,
+    find_tables,
+    held,
+    layout_of,
+    matching_layout,
+    rescaled_tables,
+)
 from ropesearch.rope.geometry import Geometry
 from ropesearch.rope.regime import Regime, inverse_frequencies
 
-# The attributes of a rotary module that decide its cos and sin; rope_type "default" keeps transformers'
-# dynamic_rope_update from writing its own table over the one installed.
-_ATTRIBUTES = ("inv_freq", "attention_scaling", "rope_type")
 _INSTALLED = "_ropesearch_installed"
 _NUM_CANARY_TOKENS = 32
 
@@ -58,35 +64,48 @@ def rotary_table(geometry: Geometry, regime: Regime) -> torch.Tensor:
 
 
 @contextlib.contextmanager
-def installed(loaded: LoadedModel, regime: Regime) -> Iterator[None]:
+def installed(loaded: LoadedModel, regime: Regime, *, as_shipped: bool = False) -> Iterator[None]:
     """Within the block the model's forward pass uses the regime; after it, exception or not, what was there before.
 
-    Positions below `retained_tokens` keep the checkpoint's own cos and sin; positions are absolute, so a cached or
-    chunked forward pass agrees with a whole one. The unscaled regime leaves the checkpoint's own table in force. Raises
-    InputError when the factors do not fit the model or the module does not answer with the cos and sin of the regime;
-    RuntimeError when a regime is installed already.
+    The regime is put in force in every table that `rescaled_tables` names; tables of windowed layers stay as they are.
+    Positions below `retained_tokens` keep the cos and sin of the checkpoint's own table, the one for sequences of
+    `max_length` tokens where it has several; positions are absolute, so a cached or chunked forward pass agrees with a
+    whole one. A regime that is the checkpoint's own leaves its table in force; where that depends on the length, it is
+    held at the one for `max_length`. With `as_shipped` the table is the one that is shipped, made of the factors, in
+    that case too: the same up to float32 rounding. Raises InputError when the factors do not fit the model or a module
+    does not answer with the cos and sin of the regime; RuntimeError when a regime is installed already.
     """
-    rotary = find_rotary(loaded.model, loaded.geometry.model_type)
-    if getattr(rotary, _INSTALLED, False):
+    model_type = loaded.geometry.model_type
+    tables = rescaled_tables(find_tables(loaded.model, model_type), model_type)
+    modules = list({id(table.module): table.module for table in tables}.values())
+    if any(getattr(module, _INSTALLED, False) for module in modules):
         raise RuntimeError("a regime is already installed in this model; leave its block first")
-    own = {name: getattr(rotary, name) for name in _ATTRIBUTES}
-    table = rotary_table(loaded.geometry, regime).to(own["inv_freq"].device)
-    scaled = {"inv_freq": table, "attention_scaling": regime.attention_factor, "rope_type": "default"}
-    if _is_unscaled(regime):
-        scaled = own
-    hook = None
-    try:
-        setattr(rotary, _INSTALLED, True)
-        _assign(rotary, scaled)
+    scaled_table = rotary_table(loaded.geometry, regime)
+    keeps_own = loaded.own.is_own(regime) and not as_shipped
+    with contextlib.ExitStack() as stack:
+        for module in modules:
+            setattr(module, _INSTALLED, True)
+            stack.callback(delattr, module, _INSTALLED)
+        stack.enter_context(held(tables))
+        installations = []
+        for table in tables:
+            stack.callback(_assign, table.module, table.values())
+            device = table.inv_freq.device
+            own: tuple[torch.Tensor, float] = (table.inv_freq, table.attention_factor)  # the very same tensor
+            if loaded.own.varies:
+                own = loaded.own.table_at(regime.max_length, device)
+            scaled = own if keeps_own else (scaled_table.to(device), regime.attention_factor)
+            _assign(table.module, table.values_of(*own))
+            installations.append(_Installation(table, own, scaled, layout_of(table, model_type)))
+            _assign(table.module, table.values_of(*scaled))
         if regime.retained_tokens:
-            hook = rotary.register_forward_hook(_keep_first_rows(own, scaled, regime.retained_tokens), with_kwargs=True)
-        _prove_rows(rotary, own, scaled, loaded.geometry, regime)
+            for module in modules:
+                inside = [each for each in installations if each.table.module is module]
+                hook = module.register_forward_hook(_keep_first_rows(inside, regime.retained_tokens), with_kwargs=True)
+                stack.callback(hook.remove)
+        for installation in installations:
+            _prove_rows(installation, loaded.geometry, regime)
         yield
-    finally:
-        if hook is not None:
-            hook.remove()
-        _assign(rotary, own)
-        delattr(rotary, _INSTALLED)
 
 
 def prove_installable(loaded: LoadedModel) -> None:
@@ -111,12 +130,15 @@ def prove_installable(loaded: LoadedModel) -> None:
             )
         return answer
 
-    def canary(factor: float, attention_factor: float, retained_tokens: int) -> Regime:
+    longest = 4 * max(geometry.original_length, _NUM_CANARY_TOKENS)
+    own = loaded.own.regime_at(longest)
+
+    def canary(stretch: float, attention_factor: float, retained_tokens: int) -> Regime:
         return Regime(
             name="canary",
-            max_length=4 * max(geometry.original_length, _NUM_CANARY_TOKENS),
-            factors=(factor,) * geometry.num_pairs,
-            attention_factor=attention_factor,
+            max_length=longest,
+            factors=tuple(stretch * factor for factor in own.factors),
+            attention_factor=attention_factor * own.attention_factor,
             retained_tokens=retained_tokens,
         )
 
@@ -144,8 +166,16 @@ def prove_installable(loaded: LoadedModel) -> None:
             )
 
 
-def _is_unscaled(regime: Regime) -> bool:
-    return regime.attention_factor == 1 and all(factor == 1 for factor in regime.factors)
+@dataclass(frozen=True, slots=True)
+class _Installation:
+    """One table of a model, what it is by itself and under the regime (inverse frequencies and attention factor), and
+    how its module lays out cos and sin.
+    """
+
+    table: RotaryTable
+    own: tuple[torch.Tensor, float]
+    scaled: tuple[torch.Tensor, float]
+    layout: str
 
 
 def _assign(rotary: nn.Module, values: dict[str, Any]) -> None:
@@ -153,53 +183,55 @@ def _assign(rotary: nn.Module, values: dict[str, Any]) -> None:
         setattr(rotary, name, value)
 
 
-def _keep_first_rows(own: dict[str, Any], scaled: dict[str, Any], retained_tokens: int) -> Any:
-    """A forward hook: rows of cos and sin at positions below retained_tokens come from the module's own table."""
+def _keep_first_rows(installations: Sequence[_Installation], retained_tokens: int) -> Any:
+    """A forward hook: rows of cos and sin at positions below retained_tokens come from the checkpoint's own table."""
 
-    def hook(
-        rotary: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: tuple[torch.Tensor, torch.Tensor]
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def hook(rotary: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
         position_ids = kwargs["position_ids"] if "position_ids" in kwargs else args[1]
-        kept = (position_ids < retained_tokens)[..., None]
-        _assign(rotary, own)
+        # The module is the one that answers: of a copied model, the copy's.
+        for installation in installations:
+            _assign(rotary, installation.table.values_of(*installation.own))
         try:
-            own_cos, own_sin = rotary.forward(*args, **kwargs)
+            own = rotary.forward(*args, **kwargs)
         finally:
-            _assign(rotary, scaled)
-        return torch.where(kept, own_cos, output[0]), torch.where(kept, own_sin, output[1])
+            for installation in installations:
+                _assign(rotary, installation.table.values_of(*installation.scaled))
+        if isinstance(output, torch.Tensor):  # complex: cos and sin in one
+            return torch.where(_kept(position_ids, retained_tokens, output), own, output)
+        return tuple(
+            torch.where(_kept(position_ids, retained_tokens, rows), own_rows, rows)
+            for own_rows, rows in zip(own, output, strict=True)
+        )
 
     return hook
 
 
-def _prove_rows(
-    rotary: nn.Module, own: dict[str, Any], scaled: dict[str, Any], geometry: Geometry, regime: Regime
-) -> None:
-    """InputError unless the module answers probe positions with cos and sin by LongRoPE's Eq. 3, reckoned in float64.
+def _kept(position_ids: torch.Tensor, retained_tokens: int, rows: torch.Tensor) -> torch.Tensor:
+    """Which rows are retained, broadcastable to `rows`. Text in models with positions of several axes has the same
+    position on every axis.
+    """
+    kept = (position_ids < retained_tokens)[..., None]
+    while kept.ndim > rows.ndim:
+        kept = kept[0]
+    return kept
+
+
+def _prove_rows(installation: _Installation, geometry: Geometry, regime: Regime) -> None:
+    """InputError unless the module answers probe positions with cos and sin by LongRoPE's Eq. 3, reckoned in float64,
+    in the layout that it had before.
 
     The float64 angles come from the float32 tables, which were themselves held against float64 when they were made.
     """
     last, kept = regime.max_length - 1, regime.retained_tokens
     probes = {0, 1, 2, kept - 1, kept, geometry.original_length - 1, geometry.original_length, last // 2, last}
     positions = np.array(sorted(position for position in probes if 0 <= position <= last))
-    device = scaled["inv_freq"].device
-    with torch.no_grad():
-        cos, sin = rotary(
-            torch.zeros(1, dtype=torch.float32, device=device), torch.as_tensor(positions, device=device)[None]
-        )
     scaled_rows = (positions >= kept)[:, None]
-    tables = [values["inv_freq"].double().cpu().numpy() for values in (scaled, own)]
-    angles = positions[:, None] * np.where(scaled_rows, *tables)
-    attention_factor = np.where(scaled_rows, scaled["attention_scaling"], own["attention_scaling"])
-    # The module multiplies, and takes cos and sin, in float32.
-    tolerance = attention_factor * (2**-23 * angles + 2e-6)
-    for read, expected in ((cos, np.cos(angles)), (sin, np.sin(angles))):
-        rows = read.double().cpu().numpy()
-        width = geometry.num_pairs
-        if rows.shape != (1, len(positions), 2 * width) or not all(
-            (np.abs(half - attention_factor * expected) <= tolerance).all()
-            for half in (rows[0, :, :width], rows[0, :, width:])
-        ):
-            raise InputError(
-                f"model type {geometry.model_type!r}: the rotary module does not answer with the cos and sin of "
-                f"the installed regime {regime.name!r}; this kind of model is not supported"
-            )
+    (scaled, scaled_factor), (own, own_factor) = installation.scaled, installation.own
+    inverse_frequencies64 = np.where(scaled_rows, scaled.double().cpu().numpy(), own.double().cpu().numpy())
+    rows = expected_rows(positions, inverse_frequencies64, np.where(scaled_rows, scaled_factor, own_factor))
+    layout = matching_layout(installation.table.answer(positions), *rows)
+    if layout != installation.layout:
+        raise InputError(
+            f"model type {geometry.model_type!r}: the rotary module at {installation.table.name} does not answer with "
+            f"the cos and sin of the installed regime {regime.name!r}; this kind of model is not supported"
+        )

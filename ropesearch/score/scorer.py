@@ -112,8 +112,9 @@ def scoring_identity(
 def prove_scorer(loaded: "LoadedModel") -> None:
     """Raise InputError unless this module's way to the logits gives the model's own, whole and chunked, on a probe.
 
-    Models may scale or cap logits after the output head. `final_logit_softcapping` of the config (Gemma 2) is followed;
-    whatever else a model does is refused here, by name, instead of being scored wrongly.
+    Models may scale or cap logits after the output head. What the config says of it is followed (`logits_scaling`,
+    `logit_scale`, `lm_head_multiplier`, `final_logit_softcapping`); whatever else a model does is refused here, by
+    name, instead of being scored wrongly.
     """
     model = loaded.model
     name = f"{type(model).__name__} (model type {model.config.model_type!r})"
@@ -202,13 +203,18 @@ def _window_nats(model: Any, token_ids: torch.Tensor, first_scored: int, chunk_t
 
 def _hidden_states(model: Any, token_ids: torch.Tensor, cache: Any) -> torch.Tensor:
     """The base model's last hidden states, shape (num_tokens, hidden), of tokens that follow those in `cache`."""
-    base = model.base_model
+    base = _base(model)
     input_ids = _on_input_device(model, token_ids)
     if cache is None:
         output = base(input_ids=input_ids, use_cache=False)
     else:
         output = base(input_ids=input_ids, use_cache=True, **{_cache_keyword(base): cache})
-    hidden_states: torch.Tensor = output.last_hidden_state
+    hidden_states: torch.Tensor | None = getattr(output, "last_hidden_state", None)
+    if hidden_states is None:
+        raise InputError(
+            f"model: expected hidden states from {type(base).__name__}, the base of {type(model).__name__}, got none; "
+            "this architecture is not supported"
+        )
     return hidden_states[0]
 
 
@@ -225,9 +231,21 @@ def _head_nats(model: Any, hidden_states: torch.Tensor, targets: torch.Tensor) -
 
 
 def _logits(model: Any, hidden_states: torch.Tensor) -> torch.Tensor:
+    config = model.config.get_text_config()
     logits: torch.Tensor = model.get_output_embeddings()(hidden_states)
-    cap = getattr(model.config.get_text_config(), "final_logit_softcapping", None)
+    # What families multiply their logits by: modeling_granite.py, modeling_cohere.py, modeling_falcon_h1.py.
+    if getattr(config, "logits_scaling", None) is not None:
+        logits = logits / config.logits_scaling
+    for name in ("logit_scale", "lm_head_multiplier"):
+        factor = getattr(config, name, None)
+        logits = logits if factor is None else logits * factor
+    cap = getattr(config, "final_logit_softcapping", None)
     return logits if cap is None else torch.tanh(logits / cap) * cap  # modeling_gemma2.py
+
+
+def _base(model: Any) -> Any:
+    """The decoder without its head; Llama 4's base_model is the whole model."""
+    return getattr(model, "model", model) if model.base_model is model else model.base_model
 
 
 def _on_input_device(model: Any, token_ids: torch.Tensor) -> torch.Tensor:

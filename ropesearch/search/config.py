@@ -51,7 +51,7 @@ class EvolutionConfig(OptimizerConfig):
     """LongRoPE's evolution; the defaults are the paper's."""
 
     num_population: int = setting(
-        64, "candidates before the first generation: the seeds (linear, NTK, YaRN) and mutants of these"
+        64, "candidates before the first generation: the seeds (linear, NTK, YaRN, given tables) and mutants of these"
     )
     num_parents: int = setting(32, "best candidates of everything finished that a generation takes its parents from")
     num_mutations: int = setting(16, "mutants per generation")

@@ -18,7 +18,6 @@ from ropesearch.errors import NothingScoredError, ScoringError
 from ropesearch.rope.regime import Regime
 from ropesearch.score.objective import Objective
 from ropesearch.score.score import Score
-from ropesearch.search.baselines import baseline_regimes
 from ropesearch.search.budget import Budget, spent_tokens
 from ropesearch.search.config import BudgetConfig, SelectionConfig
 from ropesearch.search.ownership import exclusive, is_alive, working
@@ -106,6 +105,7 @@ def run_search(
     sampler: CandidateSampler,
     evaluate: Evaluate,
     *,
+    baselines: Sequence[Regime],
     cost_tokens: int,
     fingerprints: Mapping[str, Any],
     budget: BudgetConfig,
@@ -115,17 +115,17 @@ def run_search(
 ) -> SearchResult:
     """Work on the search in `run_folder` until it is finished; begin it, join it, or go on with it as needed.
 
-    `evaluate(regime, split)` scores a regime on the "search" or "selection" windows and raises ScoringError when it
-    cannot; a score on the search windows costs `cost_tokens` forward-equivalent tokens, and `objective` makes a value
-    of it. A guard of the objective is a constraint of the trial, measured against trial 0, the unscaled model. For
-    `fingerprints` see `open_study`. A finished search is only read.
+    `baselines`, with distinct names, are the first trials, as many as the sampler was told. `evaluate(regime, split)`
+    scores a regime on the "search" or "selection" windows and raises ScoringError when it cannot; a score on the search
+    windows costs `cost_tokens` forward-equivalent tokens, and `objective` makes a value of it. A guard of the objective
+    is a constraint of the trial, measured against trial 0, the unscaled model. For `fingerprints` see `open_study`. A
+    finished search is only read.
 
     Raises:
         InputError: the folder holds another search or a damaged one, or a limit is out of range.
         NothingScoredError: no trial, or none of the finalists, could be scored, or with a guard not the unscaled model.
     """
     space = sampler.space
-    baselines = baseline_regimes(space.geometry, space.target_length)
     selection.check()
     limits = Budget(budget, sampler, cost_tokens, len(baselines))
     opened = open_study(run_folder, fingerprints, sampler)

@@ -64,6 +64,13 @@ class ProgressDisplay:
                 self._line(f"{phase} {fraction:.0%}", note, self._time_left(now, fraction))
         self._phase, self._fraction = phase, fraction
 
+    def say(self, message: str) -> None:
+        """Show one line for good, above the bar where there is one."""
+        if self._bar:
+            self._bar.console.print(message, markup=False, highlight=False)
+        else:
+            self._line(message)
+
     def _time_left(self, now: float, fraction: float) -> str:
         """From the pace since the phase was first shown: what a run had done before it went on took no time here."""
         if fraction == 1.0 or fraction <= self._first_fraction:

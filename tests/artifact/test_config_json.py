@@ -2,8 +2,14 @@ import dataclasses
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from ropesearch.artifact.config_json import extended_config, extended_tokenizer_config, unscaled_config
+from ropesearch.artifact.config_json import (
+    extended_config,
+    extended_tokenizer_config,
+    older_loaders,
+)
 from ropesearch.errors import InputError
 from ropesearch.rope.geometry import LayerRope
 from tests.artifact import examples
@@ -73,7 +79,6 @@ def test_partial_rotation_is_said_in_both_schemas() -> None:
     assert extended["head_dim"] == 64
     for place in (extended, extended["rope_parameters"], extended["rope_scaling"]):
         assert place["partial_rotary_factor"] == 0.25
-    assert unscaled_config(extended, geometry)["rope_parameters"]["partial_rotary_factor"] == 0.25
 
 
 def test_what_cannot_be_expressed_leaves_the_model_unscaled() -> None:
@@ -82,20 +87,64 @@ def test_what_cannot_be_expressed_leaves_the_model_unscaled() -> None:
     assert extended_config(SOURCE, config) == {**SOURCE, "rope_config_fingerprint": config.fingerprint}
 
 
-def test_other_models_and_tables_by_layer_kind_are_refused() -> None:
+def test_other_models_are_refused() -> None:
     with pytest.raises(InputError, match=r"expected model_type 'llama', as in rope_config.json, got 'qwen2'"):
         extended_config({**SOURCE, "model_type": "qwen2"}, examples.rope_config())
-    layers = {"full_attention": LayerRope(rope_theta=1e6, rescaled=True)}
-    geometry = dataclasses.replace(examples.toy_geometry(), layer_types=layers)
-    with pytest.raises(InputError, match="expected one table for all layers"):
-        extended_config(SOURCE, examples.rope_config(geometry=geometry))
 
 
-def test_unscaled_undoes_extended() -> None:
-    plain = unscaled_config(extended_config(SOURCE, examples.rope_config()), examples.toy_geometry())
-    assert plain["rope_parameters"] == {"rope_type": "default", "rope_theta": 10000.0}
-    assert plain["max_position_embeddings"] == 64
-    assert "rope_scaling" not in plain
+LAYER_TYPES = {
+    "full_attention": LayerRope(rope_theta=10000.0, rescaled=True),
+    "sliding_attention": LayerRope(rope_theta=500.0, rescaled=False),
+}
+
+
+@pytest.mark.parametrize(
+    ("model_type", "has_scaling", "has_local_theta"),
+    [("gemma3_text", True, True), ("olmo3", True, False), ("laguna", False, False)],
+)
+def test_only_the_rescaled_layer_types_get_the_regime(
+    model_type: str, has_scaling: bool, has_local_theta: bool
+) -> None:
+    geometry = dataclasses.replace(examples.toy_geometry(model_type), layer_types=LAYER_TYPES)
+    own = {"rope_type": "default", "rope_theta": 500.0, "partial_rotary_factor": 0.5}
+    parameters = {"full_attention": {"rope_type": "default", "rope_theta": 10000.0}, "sliding_attention": own}
+    extended = extended_config(
+        {"model_type": model_type, "rope_parameters": parameters}, examples.rope_config(geometry=geometry)
+    )
+    table = extended["rope_parameters"]["full_attention"]
+    assert (table["rope_type"], table["long_factor"], table["rope_theta"]) == ("longrope", FACTORS, 10000.0)
+    assert extended["rope_parameters"] == {"full_attention": table, "sliding_attention": own}
+    assert extended.get("rope_scaling") == (table if has_scaling else None)
+    assert extended["rope_theta"] == 10000.0
+    assert extended.get("rope_local_base_freq") == (500.0 if has_local_theta else None)
+    assert (older_loaders(geometry) is None) == has_scaling
+
+
+def test_names_of_their_own_for_partial_rotation_and_theta() -> None:
+    geometry = dataclasses.replace(examples.toy_geometry("gpt_neox"), head_dim=64, rope_theta=2e4)
+    extended = extended_config({"model_type": "gpt_neox"}, examples.rope_config(geometry=geometry))
+    assert (extended["rotary_pct"], extended["rotary_emb_base"], extended["rope_theta"]) == (0.25, 2e4, 2e4)
+    assert extended["rope_scaling"]["partial_rotary_factor"] == 0.25
+    falcon = extended_config({"model_type": "falcon"}, examples.rope_config(geometry=examples.toy_geometry("falcon")))
+    assert "head_dim" not in falcon
+
+
+def test_a_partial_factor_that_the_unscaled_table_ignores_is_overruled() -> None:
+    """Llama's default table has head_dim / 2 pairs whatever partial_rotary_factor is; its longrope table has not."""
+    source = {**SOURCE, "rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}}
+    extended = extended_config(source, examples.rope_config())
+    for place in (extended, extended["rope_parameters"], extended["rope_scaling"]):
+        assert place["partial_rotary_factor"] == 1.0
+
+
+@given(st.integers(1, 512).flatmap(lambda pairs: st.tuples(st.just(pairs), st.integers(2 * pairs, 1024))))
+def test_the_partial_factor_gives_back_the_rotated_channels(sizes: tuple[int, int]) -> None:
+    num_pairs, head_dim = sizes
+    geometry = dataclasses.replace(examples.toy_geometry(), head_dim=head_dim, rotary_dim=2 * num_pairs)
+    regime = dataclasses.replace(examples.REGIME, factors=(1.0,) * num_pairs)
+    config = examples.rope_config(geometry=geometry, regimes=(regime,))
+    factor = extended_config({**SOURCE, "partial_rotary_factor": 1.0}, config)["partial_rotary_factor"]
+    assert int(head_dim * factor) == 2 * num_pairs
 
 
 @pytest.mark.parametrize(

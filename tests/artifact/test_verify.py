@@ -12,12 +12,14 @@ from hypothesis import strategies as st
 
 from ropesearch.artifact import verify as verify_module
 from ropesearch.artifact.config import VerifyLevel
+from ropesearch.artifact.digest import checkpoint_binding
 from ropesearch.artifact.folder import write_checkpoint_folder
 from ropesearch.artifact.load import read_bound
 from ropesearch.artifact.schema import RopeConfig, content_digest
-from ropesearch.artifact.verify import Finding, verify
+from ropesearch.artifact.verify import Finding, check_expressible, verify
 from ropesearch.errors import BindingError, InputError
-from tests import toys
+from ropesearch.model.load import read_geometry
+from tests import tiny_models, toys, walk
 from tests.artifact import examples
 
 DIGEST, TABLE, LOGITS = VerifyLevel.digest, VerifyLevel.table, VerifyLevel.logits
@@ -239,8 +241,9 @@ def test_a_loader_that_builds_another_table_is_found(folder: Path, monkeypatch: 
     messages = wrong(verify(folder, [TABLE]))
     assert [message.split(": expected")[0] for message in messages] == [
         "inverse frequencies at 64 tokens: pair 2",
+        "attention factor at 64 tokens",
         "inverse frequencies at 256 tokens: pair 2",
-        "attention factor",
+        "attention factor at 256 tokens",
     ]
 
 
@@ -335,3 +338,59 @@ def test_a_damaged_rope_config_never_passes_with_another_meaning(
 def test_no_level_is_no_proof(folder: Path) -> None:
     with pytest.raises(InputError, match="levels: expected at least one of digest, table, logits"):
         verify(folder, [])
+
+
+@pytest.fixture(scope="session")
+def written_by_layer_type(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An extended Gemma 3: one searched table for full attention, a plain one for windowed layers."""
+    place = tmp_path_factory.mktemp("by-layer-type")
+    loaded = walk.load(tiny_models.write_tiny_model(place / "source", "gemma3_text"))
+    rope_config = examples.rope_config(
+        target_length=walk.TARGET_LENGTH,
+        geometry=loaded.geometry,
+        regimes=(walk.searched(loaded.geometry),),
+        checkpoint=checkpoint_binding(place / "source"),
+    )
+    write_checkpoint_folder(place / "source", place / "extended", rope_config)
+    return place / "extended"
+
+
+def test_each_layer_type_is_held_against_its_own_table(written_by_layer_type: Path, tmp_path: Path) -> None:
+    findings = verify(written_by_layer_type, device="cpu")
+    assert not wrong(findings)
+    said = [finding.message for finding in findings if finding.message.startswith("inverse frequencies at 128")]
+    assert said == [
+        "inverse frequencies at 128 tokens (full_attention): 8 pairs, bit for bit the float32 table of searched",
+        "inverse frequencies at 128 tokens (sliding_attention): 8 pairs, the plain ones of theta 10000",
+    ]
+    folder = Path(shutil.copytree(written_by_layer_type, tmp_path / "folder"))
+    edit(folder / "config.json", lambda value: value["rope_parameters"]["sliding_attention"].update(rope_theta=9e3))
+    messages = wrong(verify(folder, [TABLE]))
+    assert "config.json: $.rope_parameters.sliding_attention.rope_theta: expected 10000.0, got 9000.0" in messages
+    assert any(each.startswith("inverse frequencies at 32 tokens (sliding_attention): pair 1") for each in messages)
+    shutil.copy(written_by_layer_type / "config.json", folder)
+    edit(folder / "rope_config.json", lambda value: value["regimes"][0].update(attention_factor=1.2))
+    assert any("(full_attention): expected 1.2, got 1.17" in message for message in wrong(verify(folder, [TABLE])))
+
+
+def test_what_transformers_4_cannot_load_is_said(tmp_path: Path) -> None:
+    loaded = walk.load(tiny_models.write_tiny_model(tmp_path / "source", "phi3"))
+    rope_config = examples.rope_config(
+        target_length=walk.TARGET_LENGTH,
+        geometry=loaded.geometry,
+        regimes=(walk.searched(loaded.geometry),),
+        checkpoint=checkpoint_binding(tmp_path / "source"),
+    )
+    write_checkpoint_folder(tmp_path / "source", tmp_path / "extended", rope_config)
+    findings = verify(tmp_path / "extended", [TABLE])
+    assert not wrong(findings)
+    assert any("transformers 4.57 cannot load this config.json" in finding.message for finding in findings)
+
+
+def test_a_family_that_cannot_express_a_table_is_refused_from_its_config(tmp_path: Path) -> None:
+    tiny_models.tiny_config("recurrent_gemma").save_pretrained(tmp_path)
+    geometry = read_geometry(tmp_path, 32)
+    with pytest.raises(InputError, match="'recurrent_gemma': transformers cannot serve a searched table"):
+        check_expressible(tmp_path, geometry, 128)
+    tiny_models.tiny_config("gemma3_text").save_pretrained(tmp_path / "gemma")
+    check_expressible(tmp_path / "gemma", read_geometry(tmp_path / "gemma"), 128)

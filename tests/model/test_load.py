@@ -90,34 +90,37 @@ class TestGeometry:
         assert read_geometry(toy_folder, 32).original_length == 32
         assert load(toy_folder, original_length=32).geometry.original_length == 32
 
-    def test_must_be_that_of_the_built_module(self, folder: Path) -> None:
+    def test_pairs_are_counted_in_the_built_module(self, folder: Path) -> None:
         # Llama's default table ignores partial_rotary_factor, its scaled ones do not.
         parameters = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5}
         toys.edit_config(folder, {"rope_parameters": parameters})
-        with pytest.raises(InputError, match=r"config.json describes 4 rotary pairs, the built model has 8"):
-            load(folder)
-
-
-SCALED = {
-    "linear": {"rope_type": "linear", "factor": 4.0},
-    "dynamic": {"rope_type": "dynamic", "factor": 4.0},
-    "yarn": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64},
-    "llama3": {"rope_type": "llama3", "factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0},
-    "longrope": {"rope_type": "longrope", "short_factor": [1.0] * 8, "long_factor": [2.0] * 8, "factor": 4.0},
-}
+        assert load(folder).geometry.num_pairs == 8
 
 
 @pytest.mark.parametrize("key", ["rope_parameters", "rope_scaling"])
-@pytest.mark.parametrize("rope_type", SCALED)
-def test_scaled_checkpoints_are_refused_by_name(folder: Path, key: str, rope_type: str) -> None:
+@pytest.mark.parametrize(
+    ("scaling", "hint"),
+    [
+        ({"rope_type": "linear", "factor": 4.0}, "max_position_embeddings = 64,"),
+        ({"rope_type": "dynamic", "factor": 4.0}, "max_position_embeddings = 64,"),
+        (
+            {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16},
+            "original_max_position_embeddings = 16,",
+        ),
+    ],
+)
+def test_scaled_checkpoints_need_original_length(folder: Path, key: str, scaling: dict[str, Any], hint: str) -> None:
     config = json.loads((folder / "config.json").read_text())
     del config["rope_parameters"]
-    config |= {key: {"rope_theta": 10000.0, "original_max_position_embeddings": 64} | SCALED[rope_type]}
-    (folder / "config.json").write_text(json.dumps(config))
-    with pytest.raises(
-        InputError, match=f"'llama': expected a checkpoint without position scaling, got rope_type '{rope_type}'"
-    ):
+    write_config(folder, config | {key: {"rope_theta": 10000.0} | scaling})
+    expected = (
+        rf"model.original_length: expected .*rope_type '{scaling['rope_type']}'\), got none; config.json gives {hint}"
+    )
+    with pytest.raises(InputError, match=expected):
         load(folder)
+    assert load(folder, original_length=16).geometry == Geometry(
+        model_type="llama", head_dim=16, rotary_dim=16, original_length=16, rope_theta=10000.0
+    )
 
 
 def write_config(folder: Path, config: dict[str, Any]) -> None:
@@ -127,10 +130,6 @@ def write_config(folder: Path, config: dict[str, Any]) -> None:
 OTHER_CONFIGS = {
     "gpt2": ({"model_type": "gpt2", "n_embd": 32, "n_head": 2, "n_layer": 1}, "'gpt2': expected a model with rotary"),
     "t5": ({"model_type": "t5"}, "'t5': expected a model with rotary"),
-    "gemma3_text": (
-        {"model_type": "gemma3_text"},
-        "one rotary table per layer kind .full_attention, sliding_attention",
-    ),
     "llava": ({"model_type": "llava"}, "'llava': expected a plain decoder"),
     "unheard-of": ({"model_type": "unheard-of"}, "model type 'unheard-of'. is not usable"),
     "no type": ({"hidden_size": 8}, "expected a model_type, got none"),
@@ -165,6 +164,20 @@ def test_config_files_that_are_none(folder: Path, content: str | None, expected:
         (folder / "config.json").write_text(content)
     with pytest.raises(InputError, match=expected):
         load(folder)
+
+
+def test_remote_code_runs_only_when_asked_for(tmp_path: Path) -> None:
+    """A checkpoint with code of its own, which would leave a mark; nothing runs, and the refusal says why."""
+    folder = toys.write_checkpoint(tmp_path / "toy")
+    mark = tmp_path / "mark"
+    (folder / "code.py").write_text(f"open({str(mark)!r}, 'w')\n")
+    write_config(
+        folder,
+        {"model_type": "of-its-own", "auto_map": {"AutoConfig": "code.C", "AutoModelForCausalLM": "code.M"}},
+    )
+    with pytest.raises(InputError, match=r"'of-its-own'. is not usable.*trust_remote_code"):
+        load(folder)
+    assert not mark.exists()
 
 
 class TestWeightsRefused:

@@ -360,13 +360,40 @@ def other_model(name: str, **overrides: Any) -> Any:
 
 
 @pytest.mark.parametrize(
-    ("name", "overrides"), [("Cohere", {"logit_scale": 0.0625}), ("Granite", {"logits_scaling": 8.0})]
+    ("name", "overrides", "neutral"),
+    [
+        ("Cohere", {"logit_scale": 0.0625}, {"logit_scale": 1.0}),
+        ("Granite", {"logits_scaling": 8.0}, {"logits_scaling": 1.0}),
+    ],
 )
-def test_models_that_scale_their_logits_are_refused_by_name(
-    toy_loaded: LoadedModel, name: str, overrides: dict[str, float]
+def test_scaled_logits_are_followed(
+    toy_loaded: LoadedModel, name: str, overrides: dict[str, float], neutral: dict[str, float]
 ) -> None:
-    with pytest.raises(InputError, match=f"{name}ForCausalLM .*model type '{name.lower()}'.* not supported"):
-        prove_scorer(loaded_from(other_model(name, **overrides), toy_loaded))
+    loaded = loaded_from(other_model(name, **overrides), toy_loaded)
+    prove_scorer(loaded)
+    windows = random_windows(num_windows=2)
+    score = score_windows(loaded, windows, ScoringConfig())
+    expected = reference_nats(loaded.model, windows).sum()
+    assert score.total_nats == pytest.approx(expected, abs=1e-5 * score.total_tokens)
+    for key, value in neutral.items():
+        setattr(loaded.model.config, key, value)
+    assert abs(score_windows(loaded, windows, ScoringConfig()).total_nats - expected) > 1e-3 * score.total_tokens
+
+
+def test_a_model_that_changes_its_logits_otherwise_is_refused_by_name(
+    toy_loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = toys.toy_model("llama", seed=2)
+    forward = model.forward
+
+    def doubled(*arguments: Any, **keywords: Any) -> Any:
+        answer = forward(*arguments, **keywords)
+        answer.logits = answer.logits * 2
+        return answer
+
+    monkeypatch.setattr(model, "forward", doubled)
+    with pytest.raises(InputError, match=r"LlamaForCausalLM .*model type 'llama'.* not supported"):
+        prove_scorer(loaded_from(model, toy_loaded))
 
 
 def test_capped_logits_are_followed(toy_loaded: LoadedModel) -> None:

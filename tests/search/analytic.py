@@ -15,7 +15,7 @@ from ropesearch.errors import ScoringError
 from ropesearch.rope.geometry import Geometry
 from ropesearch.rope.regime import Regime
 from ropesearch.score.score import Score
-from ropesearch.search.baselines import baseline_regimes
+from ropesearch.search.baselines import baseline_regimes, seed_regimes
 from ropesearch.search.config import BudgetConfig, EvolutionConfig, OptimizerConfig, SelectionConfig, SpaceConfig
 from ropesearch.search.optimizers import make_sampler as sampler_of
 from ropesearch.search.sampler import CandidateSampler
@@ -37,12 +37,16 @@ def make_geometry(num_pairs: int = 8, original_length: int = 256) -> Geometry:
     )
 
 
+BASELINES = baseline_regimes(make_geometry(), TARGET_LENGTH)
+SEEDS = seed_regimes(BASELINES)
+
+
 def make_sampler(
     seed: int = 0, optimizer: OptimizerConfig = EVOLUTION, num_baselines: int = 4, **space: object
 ) -> CandidateSampler:
     """A sampler with the paper's seeds."""
     made = Space(make_geometry(), TARGET_LENGTH, SpaceConfig(**space))  # type: ignore[arg-type]
-    return sampler_of(made, optimizer, seed, baseline_regimes(made.geometry, TARGET_LENGTH)[1:], num_baselines)
+    return sampler_of(made, optimizer, seed, SEEDS, num_baselines)
 
 
 def make_score(nats_per_token: float) -> Score:
@@ -66,6 +70,7 @@ def evaluate(regime: Regime, split: str) -> Score:
 
 def run(folder: Path, num_trials: int = 30, seed: int = 0, score: object = evaluate, **changes: object) -> SearchResult:
     arguments: dict[str, object] = {
+        "baselines": BASELINES,
         "cost_tokens": 16,
         "fingerprints": FINGERPRINTS,
         "budget": BudgetConfig(num_trials=num_trials),

@@ -34,7 +34,16 @@ from ropesearch.search.trials import (
     violation,
 )
 from ropesearch.search.worker import SearchEvent, SearchResult
-from tests.search.analytic import FINGERPRINTS, TARGET_LENGTH, evaluate, make_geometry, make_sampler, make_score, run
+from tests.search.analytic import (
+    BASELINES,
+    FINGERPRINTS,
+    TARGET_LENGTH,
+    evaluate,
+    make_geometry,
+    make_sampler,
+    make_score,
+    run,
+)
 
 VOLATILE = {"owner", "seconds"}
 
@@ -286,6 +295,7 @@ def test_without_a_budget_the_generations_end_it(tmp_path: Path) -> None:
         tmp_path,
         make_sampler(optimizer=evolution),
         evaluate,
+        baselines=BASELINES,
         cost_tokens=1,
         fingerprints={},
         budget=BudgetConfig(),
@@ -303,6 +313,7 @@ def test_an_exhausted_space_ends_the_search(tmp_path: Path) -> None:
         tmp_path,
         sampler,
         lambda regime, split: make_score(1 + sum(regime.factors)),
+        baselines=BASELINES,
         cost_tokens=1,
         fingerprints={},
         budget=BudgetConfig(num_trials=500),

@@ -129,3 +129,16 @@ def test_an_error_gives_the_terminal_back(monkeypatch: pytest.MonkeyPatch) -> No
         raise KeyboardInterrupt
     assert terminal.getvalue().endswith("\x1b[?25h")
     assert sys.stderr is terminal
+
+
+def test_what_is_said_stays_and_is_no_markup(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with ProgressDisplay() as display:
+        display.say("note: [0, 2] of 4 layers")
+    assert capsys.readouterr().err == "note: [0, 2] of 4 layers\n"
+    terminal = on_terminal(monkeypatch)
+    with ProgressDisplay() as display:
+        display.say("note: [0, 2] of 4 layers")
+        display.show("search", 0.5)
+    assert "note: [0, 2] of 4 layers" in terminal.getvalue()
