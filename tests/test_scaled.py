@@ -177,8 +177,8 @@ def test_an_own_table_that_varies_and_wins_is_held(
 
     real = pipeline.score_windows
 
-    def favouring(loaded: Any, windows: Any, config: Any) -> Any:
-        score = real(loaded, windows, config)
+    def favouring(loaded: Any, windows: Any, config: Any, spans: Any = None) -> Any:
+        score = real(loaded, windows, config, spans=spans)
         table = loaded.model.model.rotary_emb.inv_freq
         wins = torch.equal(table, loaded.own.table_at(runs.TARGET_LENGTH)[0])
         return score if not wins else dataclasses.replace(score, nats=score.nats / 100)
@@ -224,7 +224,10 @@ def test_tables_are_baselines_and_seeds(
     capsys.readouterr()
     csv.write_text("\n".join(map(str, [*FACTORS[:-1], 2.1])))
     assert cli.main(words) == 2
-    assert "holds a search of something else" in (message := capsys.readouterr().err) and "tables: " in message
+    assert (
+        "holds a search of something else" in (message := capsys.readouterr().err)
+        and "tables.mine.factors: " in message
+    )
 
 
 def test_bad_tables_are_refused_before_anything_is_read(

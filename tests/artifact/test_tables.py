@@ -1,5 +1,6 @@
 """Tables that a user brings, against the lists in the files and transformers' own functions."""
 
+import contextlib
 import json
 import math
 from pathlib import Path
@@ -160,6 +161,7 @@ class TestRopeConfigJson:
     def test_of_another_geometry(self) -> None:
         value = examples.rope_config().to_json()
         value["geometry"]["rope_theta"] = 20000.0
+        value["content_digest"] = content_digest(value)
         with pytest.raises(
             InputError, match=r"expected a table for rope_theta = 10000.0.*got one for rope_theta = 20000"
         ):
@@ -233,7 +235,9 @@ def test_any_config_is_a_table_or_an_input_error(rope: Any, changes: dict[str, A
 @given(st.sampled_from(["geometry", "regimes", "target_length", "search", "schema_version"]), JSON)
 def test_any_rope_config_is_a_table_or_an_input_error(key: str, value: Any) -> None:
     changed = examples.rope_config().to_json() | {key: value}
-    check(json.dumps(changed | {"content_digest": content_digest(changed)}).encode())
+    with contextlib.suppress(ValueError):  # what strict JSON cannot hold has no digest
+        changed["content_digest"] = content_digest(changed)
+    check(json.dumps(changed).encode())
 
 
 class TestFiles:
