@@ -182,7 +182,7 @@ def damage(data: st.DataObject, folders: dict[str, Path], *words: str) -> None:
         expect(folder, original, is_same, name, *words)
 
 
-@settings(max_examples=120)
+@settings(max_examples=80)
 @given(data=st.data())
 def test_no_damage_passes(folders: dict[str, Path], data: st.DataObject) -> None:
     damage(data, folders)

@@ -177,7 +177,7 @@ def try_command(data: st.DataObject, shared: Path) -> None:
         place.run(some_command(data, place.given))
 
 
-@settings(max_examples=120)
+@settings(max_examples=70)
 @given(data=st.data())
 def test_any_command_ends_well(shared: Path, data: st.DataObject) -> None:
     try_command(data, shared)

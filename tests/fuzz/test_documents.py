@@ -57,7 +57,7 @@ def read(path: Path, **values: Any) -> list[Document] | str:
         return str(error)
 
 
-@settings(max_examples=200, suppress_health_check=SHARED)
+@settings(max_examples=120, suppress_health_check=SHARED)
 @given(content=CONTENTS)
 def test_a_text_file_is_its_text_or_refused(tmp_path: Path, content: bytes) -> None:
     path = tmp_path / "a.txt"
@@ -85,7 +85,7 @@ LINES = st.one_of(
 )
 
 
-@settings(max_examples=200, suppress_health_check=SHARED)
+@settings(max_examples=120, suppress_health_check=SHARED)
 @given(lines=st.lists(LINES, max_size=4), bom=st.booleans())
 def test_records_are_their_texts_or_refused_by_line(tmp_path: Path, lines: list[bytes], bom: bool) -> None:
     path = tmp_path / "a.jsonl"
