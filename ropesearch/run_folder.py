@@ -20,6 +20,7 @@ _LIBRARIES = (
     "torch",
     "transformers",
     "optuna",
+    "cmaes",
     "numpy",
     "scipy",
     "tokenizers",
