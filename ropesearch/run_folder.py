@@ -21,6 +21,7 @@ _LIBRARIES = (
     "torch",
     "transformers",
     "optuna",
+    "cmaes",
     "numpy",
     "scipy",
     "tokenizers",

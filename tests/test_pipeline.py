@@ -226,7 +226,7 @@ def test_a_search_with_lengths_and_a_guard_says_what_it_was(
     ]
     assert cli.main(words) == 0
     out = capsys.readouterr().out
-    assert "objective: nats per token, weighted 0.25 at 32 tokens, 0.75 at 128 tokens; guard: perplexity on the " in out
+    assert "objective: nats per token, weighted 0.25 at 32 tokens, 0.75 at 128 tokens; guard: perplexity on" in out
     search = RopeConfig.read(tmp_path / "run").search
     assert search["optimizer"]["name"] == "cmaes"
     assert search["space"]["num_pairs_at_one"] == "search"

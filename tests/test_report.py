@@ -211,8 +211,8 @@ def test_lengths_and_guard_are_told() -> None:
     )
     finalists = [dataclasses.replace(FINALISTS[0], excess_nats=-0.0125), *FINALISTS[1:]]
     text = outcome(objective=objective, num_candidates_in_guard=7, finalists=finalists).to_text()
-    assert "objective: nats per token, weighted 1 at 101 tokens; guard: perplexity on the first 101 tokens at " in text
-    assert "at most +5.0% of unscaled" in text
+    assert "objective: nats per token, weighted 1 at 101 tokens; guard: perplexity on the first 101 tokens" in text
+    assert "tokens at most 5 % above the unscaled model's (columns search and selection: its exponential)" in text
     assert (
         "guard on the search windows: 7 candidates keep it; on the selection windows searched is within it by" in text
     )

@@ -83,7 +83,8 @@ class Objective:
             return text
         increase = math.expm1(self.tolerance_nats)
         return (
-            f"{text}; guard: perplexity on the first {self.guarded_tokens} tokens at most {increase:+.1%} of unscaled"
+            f"{text}; guard: perplexity on the first {self.guarded_tokens} tokens at most {100 * increase:.3g} % above "
+            "the unscaled model's"
         )
 
 
