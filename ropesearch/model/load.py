@@ -55,8 +55,8 @@ def load_model(config: ModelConfig) -> LoadedModel:
     """Load the checkpoint that `config` names; works without a network when it is local or cached.
 
     Raises InputError for whatever keeps it from being used: files missing, pickled or not matching config.json, no
-    tokenizer, weights that are not finite, no rotary embedding or one that is already scaled, an architecture whose
-    rotary module is not built as Llama's, a device or attention implementation that is not available.
+    tokenizer, weights that are not finite, no rotary embedding or one that is already scaled, an architecture
+    whose rotary tables cannot be exchanged, a device or attention implementation that is not available.
     """
     folder = find_checkpoint(config)
     geometry = read_geometry(folder, config.original_length, trust_remote_code=config.trust_remote_code)
@@ -98,10 +98,10 @@ def load_tokenizer(config: ModelConfig) -> PreTrainedTokenizerBase:
 
 
 def read_geometry(folder: Path, original_length: int | None = None, *, trust_remote_code: bool = False) -> Geometry:
-    """The rotary geometry that the folder's config.json describes; weights are not touched.
+    """The rotary geometry of the model that the folder's config.json describes, built without its weights.
 
     `original_length` is in tokens; None means the checkpoint's max_position_embeddings. Raises InputError for a model
-    without rotary embeddings, with one table per layer kind, already scaled, quantised, or unknown to transformers.
+    without rotary embeddings, with several tables to rescale, already scaled, quantised, or unknown to transformers.
     """
     raw = read_json(folder / "config.json")
     model_type = raw.get("model_type")

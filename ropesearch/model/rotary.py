@@ -189,11 +189,8 @@ def check_geometry(tables: Sequence[RotaryTable], geometry: Geometry) -> None:
     Each layer type's table is held against its own theta.
     """
     for table in tables:
-        theta = geometry.rope_theta
-        if table.layer_type is not None and geometry.layer_types is not None:
-            theta = geometry.layer_types[table.layer_type].rope_theta
-        elif is_windowed(table.layer_type):
-            continue
+        layer = None if table.layer_type is None else (geometry.layer_types or {}).get(table.layer_type)
+        theta = geometry.rope_theta if layer is None else layer.rope_theta
         inv_freq = table.inv_freq
         if inv_freq.dtype != torch.float32:
             raise InputError(
