@@ -90,12 +90,19 @@ class RopeConfig:
         _check_schema(self.to_json(), FILE_NAME)
         self.geometry.ratio(self.target_length)
         if self.own_scaling is not None:
-            own_theta = self.own_scaling["rope_parameters"]["rope_theta"]
-            if own_theta != self.geometry.rope_theta:
-                raise InputError(
-                    f"$.own_scaling.rope_parameters.rope_theta: expected {self.geometry.rope_theta}, as in geometry, "
-                    f"got {own_theta}"
-                )
+            parameters = self.own_scaling["rope_parameters"]
+            thetas = {"rope_parameters": (self.geometry.rope_theta, parameters)}
+            if self.geometry.layer_types is not None:
+                thetas = {
+                    f"rope_parameters.{name}": (layer.rope_theta, parameters.get(name))
+                    for name, layer in self.geometry.layer_types.items()
+                }
+            for where, (theta, value) in thetas.items():
+                own_theta = value.get("rope_theta") if isinstance(value, Mapping) else None
+                if own_theta != theta:
+                    raise InputError(
+                        f"$.own_scaling.{where}.rope_theta: expected {theta}, as in geometry, got {own_theta}"
+                    )
         for index, regime in enumerate(self.regimes):
             if len(regime.factors) != self.geometry.num_pairs:
                 raise InputError(

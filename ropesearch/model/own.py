@@ -31,17 +31,20 @@ class OwnTable:
     """A checkpoint's own table, as a function of the final length of a sequence.
 
     Computed by transformers' functions (modeling_rope_utils.py) from the config alone, without weights. Only the types
-    `dynamic` and `longrope` depend on the length. Raises InputError for scaling that a regime cannot express.
+    `dynamic` and `longrope` depend on the length. Where layer types differ, it is the table of those that the geometry
+    says are rescaled. Raises InputError for scaling that a regime cannot express.
     """
 
     def __init__(self, geometry: Geometry, config: Any) -> None:
         self.geometry = geometry
         self._config = config
-        self.rope_type = str(config.rope_parameters.get("rope_type", _PLAIN))
+        layer_types = geometry.layer_types or {}
+        self._layer_type = next((name for name, layer in layer_types.items() if layer.rescaled), None)
+        self.rope_type = str(self._parameters.get("rope_type", _PLAIN))
         self._name = f"model type {geometry.model_type!r}, rope_type {self.rope_type!r} in config.json"
         if self.rope_type not in (_PLAIN, *_SCALED):
             raise InputError(f"{self._name}: expected one of {', '.join((_PLAIN, *_SCALED))}")
-        if config.rope_parameters.get("mscale_all_dim"):
+        if self._parameters.get("mscale_all_dim"):
             raise InputError(
                 f"{self._name}: its mscale_all_dim changes the attention outside the table, which a regime cannot "
                 "express; such checkpoints are not supported"
@@ -64,10 +67,15 @@ class OwnTable:
     @property
     def varies(self) -> bool:
         """Whether the table depends on the length of the sequence."""
-        parameters = self._config.rope_parameters
+        parameters = self._parameters
         if self.rope_type == "longrope":
             return bool(parameters["short_factor"] != parameters["long_factor"])
         return self.rope_type == "dynamic"
+
+    @property
+    def _parameters(self) -> dict[str, Any]:
+        parameters: dict[str, Any] = self._config.rope_parameters
+        return parameters if self._layer_type is None else parameters[self._layer_type]
 
     def to_json(self) -> dict[str, Any]:
         """What the table follows from, as JSON values: transformers' rope_parameters and max_position_embeddings."""
@@ -90,7 +98,9 @@ class OwnTable:
                 seq_len = length
             elif self.rope_type == "dynamic" and length > self._config.max_position_embeddings:
                 seq_len = torch.tensor(length, device=device)  # a tensor in the forward pass too, so rounded to float32
-            table, attention_factor = ROPE_INIT_FUNCTIONS[self.rope_type](self._config, device, seq_len=seq_len)
+            table, attention_factor = ROPE_INIT_FUNCTIONS[self.rope_type](
+                self._config, device, seq_len=seq_len, layer_type=self._layer_type
+            )
             attention_factor = float(attention_factor)
         except _TABLE_ERRORS as error:
             raise InputError(
@@ -133,21 +143,23 @@ class OwnTable:
         """InputError unless the built module holds this table, entry by entry, and switches tables as it says."""
         lengths = [1]
         if self.varies:
-            parameters, longest = self._config.rope_parameters, self._config.max_position_embeddings
+            parameters, longest = self._parameters, self._config.max_position_embeddings
             switch = int(parameters["original_max_position_embeddings"] if self.rope_type == "longrope" else longest)
             lengths += [switch, switch + 1, 2 * switch]
+        prefix = "" if self._layer_type is None else f"{self._layer_type}_"
+        keywords = {} if self._layer_type is None else {"layer_type": self._layer_type}
         for length in lengths:
             module: Any = copy.deepcopy(rotary)  # a dynamic module remembers the longest sequence that it has seen
-            device = module.inv_freq.device
+            device = getattr(module, f"{prefix}inv_freq").device
             with torch.no_grad():
-                module(torch.zeros(1, device=device), torch.tensor([[length - 1]], device=device))
+                module(torch.zeros(1, device=device), torch.tensor([[length - 1]], device=device), **keywords)
             table, attention_factor = self.table_at(length, device)
-            found = module.inv_freq
+            found, found_factor = (getattr(module, f"{prefix}{name}") for name in ("inv_freq", "attention_scaling"))
             if (
                 found.dtype != torch.float32
                 or found.shape != table.shape
                 or not np.allclose(found.cpu().numpy(), table.cpu().numpy(), rtol=1e-6, atol=0)
-                or not math.isclose(float(module.attention_scaling), attention_factor, rel_tol=1e-6)
+                or not math.isclose(float(found_factor), attention_factor, rel_tol=1e-6)
             ):
                 raise InputError(
                     f"{self._name}: the built model's table for {length} tokens is not what transformers computes "
@@ -160,6 +172,7 @@ def check_original_length(original_length: int | None, raw: Mapping[str, Any], r
     if rope_type == _PLAIN or original_length is not None:
         return
     places = [raw, raw.get("rope_scaling"), raw.get("rope_parameters")]
+    places += [place for outer in places[1:] if isinstance(outer, Mapping) for place in outer.values()]
     hints = [place.get("original_max_position_embeddings") for place in places if isinstance(place, Mapping)]
     hint = next((hint for hint in hints if isinstance(hint, int)), None)
     if hint is not None:

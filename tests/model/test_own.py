@@ -1,6 +1,7 @@
 """The table that a checkpoint has by itself, against models that transformers loads from the same folder."""
 
 import copy
+import dataclasses
 import math
 from collections.abc import Iterator
 from inspect import signature
@@ -18,7 +19,7 @@ from ropesearch.model.install import installed, prove_installable, rotary_table
 from ropesearch.model.load import LoadedModel, load_model, read_geometry, read_own
 from ropesearch.model.own import OwnTable
 from ropesearch.rope import methods
-from ropesearch.rope.geometry import Geometry
+from ropesearch.rope.geometry import Geometry, LayerRope
 from ropesearch.rope.regime import Regime
 from tests import toys
 
@@ -164,6 +165,40 @@ def test_each_type_is_its_method() -> None:
     assert longrope.regime_at(ORIGINAL_LENGTH).factors == tuple(SHORT)
     assert longrope.regime_at(ORIGINAL_LENGTH + 1).factors == tuple(LONG)
     assert longrope.regime_at(1).attention_factor == pytest.approx(math.sqrt(1 + math.log(4) / math.log(32)))
+
+
+@pytest.mark.parametrize("rope_type", SCALED)
+def test_the_layer_type_that_is_rescaled(rope_type: str) -> None:
+    """Gemma 3: one module with a table for each type of layer, of which only the full attention's is scaled."""
+    from transformers import Gemma3TextConfig
+    from transformers.models.gemma3.modeling_gemma3 import Gemma3RotaryEmbedding
+
+    config = Gemma3TextConfig(
+        head_dim=16,
+        max_position_embeddings=ORIGINAL_LENGTH if rope_type == "dynamic" else TARGET_LENGTH,
+        rope_parameters={
+            "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+            "full_attention": {"rope_theta": 1e6} | SCALED[rope_type],
+        },
+    )
+    layers = {
+        "sliding_attention": LayerRope(rope_theta=1e4, rescaled=False),
+        "full_attention": LayerRope(rope_theta=1e6, rescaled=True),
+    }
+    geometry = dataclasses.replace(geometry_of(rope_theta=1e6), layer_types=layers)
+    own, module = OwnTable(geometry, config), Gemma3RotaryEmbedding(config)
+    assert own.rope_type == rope_type and own.to_json()["rope_parameters"] == config.rope_parameters
+    own.check(module)
+    for length in LENGTHS:
+        fresh = copy.deepcopy(module)
+        fresh(torch.zeros(1), torch.tensor([[length - 1]]), layer_type="full_attention")
+        table, attention_factor = own.table_at(length)
+        assert torch.equal(table, fresh.full_attention_inv_freq)
+        assert attention_factor == fresh.full_attention_attention_scaling
+    module.full_attention_inv_freq[2] *= 1.01
+    module.full_attention_original_inv_freq[2] *= 1.01
+    with pytest.raises(InputError, match="the built model's table for 1 tokens"):
+        own.check(module)
 
 
 def test_a_plain_checkpoint_is_the_identity(toy_loaded: LoadedModel) -> None:
