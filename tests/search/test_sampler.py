@@ -1,3 +1,4 @@
+import dataclasses
 import subprocess
 import sys
 
@@ -195,3 +196,23 @@ def test_it_comes_near_the_optimum_where_random_search_does_not(seed: int) -> No
 def test_impossible_configurations_are_refused(change: dict[str, float], message: str) -> None:
     with pytest.raises(InputError, match=message):
         EvolutionSampler(SPACE, EvolutionConfig(**change), 0, SEEDS, 0)  # type: ignore[arg-type]
+
+
+def test_a_search_starts_from_something() -> None:
+    with pytest.raises(InputError, match="seeds: expected at least one regime"):
+        EvolutionSampler(SPACE, EVOLUTION, 0, [], 0)
+
+
+def test_tables_come_before_the_methods_among_the_seeds() -> None:
+    geometry = make_geometry()
+    table = methods.longrope(geometry, TARGET_LENGTH, [1.5] * 8, attention_factor=1.1)
+    scaled = dataclasses.replace(methods.llama3(geometry, 4.0, 1.0, 4.0), name="unscaled", max_length=TARGET_LENGTH)
+    baselines = baseline_regimes(geometry, TARGET_LENGTH, scaled, [table])
+    assert [regime.name for regime in baselines] == ["unscaled", "linear", "ntk", "yarn", "longrope"]
+    assert baselines[0] == scaled and baselines[4] == table
+    seeds = seed_regimes(baselines, [table])
+    assert seeds == [table, scaled, *baselines[1:4]]
+    assert seed_regimes(baseline_regimes(geometry, TARGET_LENGTH)) == baselines[1:4]  # the plain table is none
+    sampler = EvolutionSampler(SPACE, EVOLUTION, 0, seeds, 0)
+    first = [sampler.propose([], number) for number in range(5)]
+    assert first == [SPACE.repair(regime) for regime in seeds]
