@@ -145,7 +145,12 @@ def reference_of(loaded: LoadedModel, regime: Regime, layout: str) -> tuple[Call
     except BUILD_ERRORS as error:
         reason = f"float64 formulas; transformers builds no longrope model ({_short(error)[:120]})"
         return lambda length: _logits_by_formula(loaded, regime, layout, length), reason
-    return lambda length: logits(model, length), "longrope of transformers"
+    # By layer type, transformers 5.16 fails in the second forward pass beyond original_length: a new model for each.
+    by_layer_type = loaded.geometry.layer_types is not None
+    return (
+        lambda length: logits(longrope_model(loaded, regime) if by_layer_type else model, length),
+        "longrope of transformers",
+    )
 
 
 def longrope_model(loaded: LoadedModel, regime: Regime) -> Any:

@@ -58,7 +58,9 @@ def extended_config(source: Mapping[str, Any], rope_config: RopeConfig) -> dict[
     - With one table for each layer type, `rope_parameters` holds the regime for the rescaled types and the plain table
       for the others, as the schema of transformers 5 has it. `rope_scaling` is written only where the family's config
       class applies it to full attention alone (Gemma 3, OLMo 3), with `rope_local_base_freq` beside `rope_theta` for
-      Gemma 3; other families would apply it to every layer, so they get none.
+      Gemma 3; other families would apply it to every layer, so they get none. There original_max_position_embeddings
+      is target_length: transformers 5.16 fails in the second forward pass beyond it (an unbound variable in
+      modeling_rope_utils.py, mended since), and with equal lists the threshold means nothing.
 
     Where loaders differ still, see `older_loaders`. Engines that recompute the attention factor from target_length /
     original_length (TensorRT-LLM, ExLlama, MLX) agree only when it is sqrt(1 + ln ratio / ln original_length).
@@ -92,6 +94,8 @@ def regime_config(source: Mapping[str, Any], geometry: Geometry, regime: Regime,
         "long_mscale": regime.attention_factor,
         **_partial(source, geometry),
     }
+    if geometry.layer_types is not None:
+        table["original_max_position_embeddings"] = target_length
     # The threshold of equal lists is void, so the key can keep saying what the source's says.
     table |= _kept_by_position_scale(_parameters(source))
     changes = {"max_position_embeddings": target_length, **_geometry_keys(source, geometry)}

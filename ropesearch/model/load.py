@@ -106,7 +106,8 @@ def load_tokenizer(config: ModelConfig) -> PreTrainedTokenizerBase:
 
 
 def read_geometry(folder: Path, original_length: int | None = None, *, trust_remote_code: bool = False) -> Geometry:
-    """The rotary geometry that the folder's config.json describes, before any scaling; weights are not touched.
+    """The rotary geometry, before any scaling, of the model that the folder's config.json describes, built without its
+    weights.
 
     `original_length` is in tokens; None means the checkpoint's max_position_embeddings. Raises InputError for a model
     without rotary embeddings, with several tables to rescale, scaled without original_length, quantised, or unknown to

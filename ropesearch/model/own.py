@@ -153,8 +153,9 @@ class OwnTable:
         """
         geometry = self.geometry
         for table in tables:
-            if is_windowed(table.layer_type) and geometry.layer_types is not None:
-                check_plain(table, geometry.layer_types[str(table.layer_type)].rope_theta, geometry.model_type)
+            if is_windowed(table.layer_type):
+                layer = (geometry.layer_types or {}).get(str(table.layer_type))
+                check_plain(table, geometry.rope_theta if layer is None else layer.rope_theta, geometry.model_type)
         for table in rescaled_tables(tables, geometry.model_type):
             num_pairs = table.inv_freq.numel()
             if num_pairs != geometry.num_pairs:

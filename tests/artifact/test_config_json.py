@@ -113,6 +113,7 @@ def test_only_the_rescaled_layer_types_get_the_regime(
     )
     table = extended["rope_parameters"]["full_attention"]
     assert (table["rope_type"], table["long_factor"], table["rope_theta"]) == ("longrope", FACTORS, 10000.0)
+    assert table["original_max_position_embeddings"] == 256  # the target: see extended_config
     assert extended["rope_parameters"] == {"full_attention": table, "sliding_attention": own}
     assert extended.get("rope_scaling") == (table if has_scaling else None)
     assert extended["rope_theta"] == 10000.0

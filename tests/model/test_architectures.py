@@ -1,16 +1,22 @@
 """Families of every build against transformers' own longrope models of the same weights: see tests/walk.py."""
 
 import contextlib
+import dataclasses
 import json
+import os
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import transformers
 from transformers import AutoModelForCausalLM
 
+from ropesearch.artifact.config_json import older_loaders
 from ropesearch.artifact.digest import checkpoint_binding
 from ropesearch.artifact.folder import write_checkpoint_folder
 from ropesearch.errors import InputError
@@ -20,7 +26,7 @@ from ropesearch.model.load import LoadedModel, load_model
 from ropesearch.model.rotary import find_tables
 from ropesearch.rope.geometry import LayerRope
 from ropesearch.rope.regime import Regime
-from tests import tiny_models, walk
+from tests import runs, tiny_models, walk
 from tests.artifact import examples
 
 # Model type: layout of cos and sin, number of pairs, channels of a head.
@@ -177,9 +183,7 @@ def not_installed(loaded: LoadedModel, regime: Regime) -> Iterator[None]:
 
 @contextlib.contextmanager
 def installed_backwards(loaded: LoadedModel, regime: Regime) -> Iterator[None]:
-    from dataclasses import replace
-
-    with installed(loaded, replace(regime, factors=tuple(reversed(regime.factors)))):
+    with installed(loaded, dataclasses.replace(regime, factors=tuple(reversed(regime.factors)))):
         yield
 
 
@@ -215,3 +219,65 @@ def test_every_causal_model_of_transformers(tmp_path: Path) -> None:
     assert walk.counts(rows)[walk.WORKS] >= 100
     if transformers.__version__ == recorded()["transformers"]:
         assert [walk.to_json(row) for row in rows] == recorded()["rows"]
+
+
+OLDER = runs.other_transformers("4.57.6")
+IN_OLDER_TRANSFORMERS = """
+import sys
+import numpy as np, torch, transformers
+assert transformers.__version__.startswith("4.57."), transformers.__version__
+root, tokens = sys.argv[1:3]
+ids = torch.from_numpy(np.load(tokens))
+for model_type in sys.argv[3:]:
+    try:
+        folder = f"{root}/{model_type}/out"
+        model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+        with torch.no_grad():
+            np.save(f"{root}/{model_type}/logits.npy", model(input_ids=ids, use_cache=False).logits.numpy())
+    except Exception as error:
+        open(f"{root}/{model_type}/error.txt", "w").write(f"{type(error).__name__}: {error}")
+"""
+# Its config class refuses the written rope_scaling, as `older_loaders` says.
+REFUSED_BY_OLDER = ("phi3", "phimoe")
+# Not among the model types of transformers 4.57, or, like Moshi, without scaling there.
+UNKNOWN_TO_OLDER = ("llama4_text", "moshi")
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(OLDER is None, reason=f"{runs.OTHER_TRANSFORMERS} names no folder with transformers 4.57.6")
+def test_transformers_4_57_serves_the_same_where_it_can(tmp_path: Path) -> None:
+    expected = {}
+    tokens = np.random.default_rng(1).integers(2, 240, size=(1, 60))
+    np.save(tmp_path / "tokens.npy", tokens)
+    model_types = [name for name in NAMED if name not in UNKNOWN_TO_OLDER]
+    for model_type in model_types:
+        loaded = tiny(tmp_path / model_type, model_type)
+        regime = walk.searched(loaded.geometry)
+        rope_config = examples.rope_config(
+            target_length=walk.TARGET_LENGTH,
+            geometry=loaded.geometry,
+            regimes=(regime,),
+            checkpoint=checkpoint_binding(tmp_path / model_type / "source"),
+        )
+        write_checkpoint_folder(tmp_path / model_type / "source", tmp_path / model_type / "out", rope_config)
+        assert (older_loaders(loaded.geometry) is None) == (model_type not in REFUSED_BY_OLDER)
+        with installed(loaded, regime), torch.no_grad():
+            expected[model_type] = loaded.model(input_ids=torch.from_numpy(tokens), use_cache=False).logits.numpy()
+    subprocess.run(
+        [sys.executable, "-c", IN_OLDER_TRANSFORMERS, tmp_path, tmp_path / "tokens.npy", *model_types],
+        env=os.environ | {"PYTHONPATH": str(OLDER)},
+        check=True,
+        cwd=tmp_path,
+    )
+    wrong = []
+    for model_type in model_types:
+        error = tmp_path / model_type / "error.txt"
+        if model_type in REFUSED_BY_OLDER:
+            assert "rope_scaling" in error.read_text()
+        elif error.exists():
+            wrong.append(f"{model_type}: {error.read_text()[:200]}")
+        else:
+            difference = np.abs(np.load(tmp_path / model_type / "logits.npy") - expected[model_type]).max()
+            if not difference <= 1e-4 * max(1.0, np.abs(expected[model_type]).max()):
+                wrong.append(f"{model_type}: logits differ by {difference}")
+    assert not wrong

@@ -15,7 +15,6 @@ from tests import tiny_models, walk
 POSITIONS = {
     "gpt2": "learned absolute positions",
     "opt": "learned absolute positions",
-    "gpt_bigcode": "learned absolute positions",
     "biogpt": "learned absolute positions",
     "bloom": "ALiBi, a bias that grows with distance",
     "mpt": "ALiBi, a bias that grows with distance",
@@ -144,6 +143,8 @@ def rotating_layers(model: Any) -> list[int]:
     "model_type", ["afmoe", "cohere2", "cohere2_moe", "exaone4", "exaone_moe", "flint", "kolibri1", "smollm3", "gemma2"]
 )
 def test_what_is_said_of_rotation_is_what_the_layers_do(model_type: str) -> None:
+    if model_type not in tiny_models.causal_model_types():
+        pytest.skip(f"this version of transformers has no {model_type}")
     config = tiny_models.tiny_config(model_type)
     model = tiny_models.tiny_model(config)
     said = {
