@@ -180,10 +180,9 @@ def test_a_search_of_a_scaled_gemma_3(tmp_path: Path, capsys: pytest.CaptureFixt
     trials = runs.trials_of(run)
     assert [trial[4] for trial in trials[:4]] == ["unscaled", "linear", "ntk", "yarn"]
     assert trials[0][5]["factors"] == [3.0] * 8
-    own_scaling = RopeConfig.read(run).own_scaling
-    assert own_scaling is not None
-    assert own_scaling["rope_parameters"]["full_attention"] == SCALED["linear"] | {"rope_theta": 10000.0}
-    assert own_scaling["rope_parameters"]["sliding_attention"]["rope_theta"] == 500.0
+    own = own_table(run / "checkpoint", RopeConfig.read(run)).to_json()["rope_parameters"]
+    assert own["full_attention"] == SCALED["linear"] | {"rope_theta": 10000.0}
+    assert own["sliding_attention"]["rope_theta"] == 500.0
     assert cli.main(["verify", str(run)]) == 0
     capsys.readouterr()
     splits = [f"corpus.num_{split}_windows=3" for split in ("search", "selection", "held_out")]

@@ -29,6 +29,7 @@ class Mixture:
     words: float
 
 
+COPYING = Mixture(num_rows=16, row_tokens=128, one_needle=0.3, several_needles=0.0, repetition=0.5, words=1.0)
 MIXTURE = Mixture(num_rows=32, row_tokens=ROW_TOKENS, one_needle=0.15, several_needles=0.12, repetition=0.1, words=0.3)
 
 

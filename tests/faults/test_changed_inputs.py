@@ -76,11 +76,11 @@ def stop_at(monkeypatch: pytest.MonkeyPatch, number: int, action: Callable[[], N
     score = pipeline.score_windows
     calls = []
 
-    def acting(*arguments: object) -> object:
+    def acting(*arguments: object, **keywords: object) -> object:
         calls.append(1)
         if len(calls) == number:
             action()
-        return score(*arguments)  # type: ignore[arg-type]
+        return score(*arguments, **keywords)  # type: ignore[arg-type]
 
     monkeypatch.setattr(pipeline, "score_windows", acting)
 
