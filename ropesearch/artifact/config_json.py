@@ -11,6 +11,9 @@ from ropesearch.rope.regime import Regime
 
 # Their config classes have a top-level original_max_position_embeddings, with a default that overrides the nested one.
 _TOP_LEVEL_ORIGINAL = ("phi3", "phi4_multimodal", "phimoe")
+# Families whose config classes of transformers 4.57 admit two or three keys in rope_scaling, and one that knows none.
+_SCALING_REFUSED_BY_4 = ("hunyuan_v1_dense", "hunyuan_v1_moe", "olmo", "olmo2", "phi3", "phi4_multimodal")
+_SCALING_IGNORED_BY_4 = ("nemotron",)
 # Their config classes reckon head_dim and let nobody set it.
 _HEAD_DIM_RECKONED = ("falcon",)
 # The keys of a rope_parameters that say how a table is scaled; what else a family keeps there (mrope_section) stays.
@@ -112,11 +115,13 @@ def regime_config(source: Mapping[str, Any], geometry: Geometry, regime: Regime,
 
 def older_loaders(geometry: Geometry) -> str | None:
     """What transformers 4.57 makes of the config.json of `extended_config` where it is not the same table, or None."""
-    if geometry.model_type in _TOP_LEVEL_ORIGINAL:
+    if geometry.model_type in _SCALING_REFUSED_BY_4:
         return (
-            "transformers 4.57 cannot load this config.json: its config class refuses a rope_scaling of more than "
-            "three keys, and with three alone no loader would learn of the attention factor"
+            "transformers 4.57 cannot load this config.json: the config class of this family refuses a rope_scaling of "
+            "so many keys, and with fewer no loader would learn of the attention factor"
         )
+    if geometry.model_type in _SCALING_IGNORED_BY_4:
+        return "transformers 4.57 runs another table: its model of this family has no rope_scaling"
     if geometry.layer_types is not None and geometry.model_type not in _SCALING_OF_FULL_ATTENTION:
         return (
             "transformers 4.57 has no key for a table of one layer type in this family: it runs the unscaled model, or "
