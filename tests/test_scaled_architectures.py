@@ -229,6 +229,14 @@ def test_a_family_whose_forward_pass_multiplies_by_config_is_refused(tmp_path: P
         prove_installable(loaded)
 
 
+def test_a_scaled_model_that_transformers_cannot_run_is_refused(tmp_path: Path) -> None:
+    """Qwen2 rotates whole heads, and its scaled tables are shortened by partial_rotary_factor all the same."""
+    scaling = SCALED["yarn"] | {"partial_rotary_factor": 0.5}
+    loaded = walk.load(write(tmp_path / "toy", "qwen2", scaling, {}))
+    with pytest.raises(InputError, match=r"'qwen2': transformers cannot run the model that config.json describes"):
+        prove_installable(loaded)
+
+
 def test_layers_that_see_a_window_are_named_where_the_table_is_scaled(tmp_path: Path) -> None:
     folder = write(tmp_path / "toy", *CASES["qwen2-windowed-yarn"])
     assert any("2 of 4 layers (2, 3) attend to" in limit for limit in read_layer_limits(folder))

@@ -121,8 +121,17 @@ def prove_installable(loaded: LoadedModel) -> None:
     probe = torch.arange(0, 7 * _NUM_CANARY_TOKENS, 7, device=loaded.model.device)[None] % vocabulary_tokens
 
     def logits() -> torch.Tensor:
-        with torch.no_grad():
-            answer = loaded.model(input_ids=probe, use_cache=False).logits
+        try:
+            with torch.no_grad():
+                answer = loaded.model(input_ids=probe, use_cache=False).logits
+        except torch.OutOfMemoryError:
+            raise
+        except (RuntimeError, ValueError, TypeError, IndexError) as error:
+            # Such as a scaled Qwen2 with a partial_rotary_factor: that shortens its table, not what is rotated.
+            raise InputError(
+                f"model type {geometry.model_type!r}: transformers cannot run the model that config.json describes "
+                f"({type(error).__name__}: {str(error)[:200]})"
+            ) from error
         if not isinstance(answer, torch.Tensor) or not bool(torch.isfinite(answer).all()):
             raise InputError(
                 f"model type {geometry.model_type!r}: expected finite logits, got NaN or infinity "
