@@ -43,8 +43,8 @@ def document(tokenizer):
 @pytest.mark.parametrize("method", ["unscaled", "linear", "ntk"])
 def test_tables_are_the_formulas(method):
     pair = np.arange(32)
-    plain = 10000.0 ** (-pair / 32)
-    expected = {"unscaled": plain, "linear": plain / 8, "ntk": (10000.0 * 8 ** (64 / 62)) ** (-pair / 32)}[method]
+    plain = 1000.0 ** (-pair / 32)
+    expected = {"unscaled": plain, "linear": plain / 8, "ntk": (1000.0 * 8 ** (64 / 62)) ** (-pair / 32)}[method]
     rotary = load(MODEL, method, 8.0).model.rotary_emb
     np.testing.assert_allclose(rotary.inv_freq.numpy(), expected, rtol=1e-6)
     assert rotary.attention_scaling == 1.0
@@ -52,8 +52,8 @@ def test_tables_are_the_formulas(method):
 
 def test_yarn_keeps_fast_pairs_and_divides_slow_ones_by_the_ratio():
     rotary = load(MODEL, "yarn", 8.0).model.rotary_emb
-    plain = 10000.0 ** (-np.arange(32) / 32)
-    low, high = (64 * math.log(256 / (turns * 2 * math.pi)) / (2 * math.log(10000)) for turns in (32, 1))
+    plain = 1000.0 ** (-np.arange(32) / 32)
+    low, high = (64 * math.log(256 / (turns * 2 * math.pi)) / (2 * math.log(1000)) for turns in (32, 1))
     ramp = np.clip((np.arange(32) - math.floor(low)) / (math.ceil(high) - math.floor(low)), 0, 1)
     np.testing.assert_allclose(rotary.inv_freq.numpy(), plain * (1 - ramp) + plain / 8 * ramp, rtol=1e-6)
     assert rotary.attention_scaling == pytest.approx(0.1 * math.log(8) + 1)

@@ -12,7 +12,7 @@ from ropesearch.demo.measure import LENGTH_TOKENS, load, read_texts, token_nats
 
 DEMO = Path(str(resources.files("ropesearch.demo")))
 MODEL = DEMO / "model"
-PERPLEXITY = 43.1162  # of the first held-out document's first 2,048 tokens, unscaled
+PERPLEXITY = 40.2096  # of the first held-out document's first 2,048 tokens, unscaled
 
 
 def test_files_are_those_of_a_checkpoint_folder_and_small():
@@ -26,9 +26,9 @@ def test_model_has_the_geometry_of_the_card():
     model = AutoModelForCausalLM.from_pretrained(MODEL)
     assert model.num_parameters() <= 1_500_000
     assert model.config.max_position_embeddings == 256
-    assert model.config.rope_parameters == {"rope_theta": 10000.0, "rope_type": "default"}
+    assert model.config.rope_parameters == {"rope_theta": 1000.0, "rope_type": "default"}
     assert model.config.head_dim == 64
-    np.testing.assert_allclose(model.model.rotary_emb.inv_freq.numpy(), 10000.0 ** (-np.arange(32) / 32), rtol=1e-6)
+    np.testing.assert_allclose(model.model.rotary_emb.inv_freq.numpy(), 1000.0 ** (-np.arange(32) / 32), rtol=1e-6)
     with safe_open(MODEL / "model.safetensors", framework="np") as file:
         assert "lm_head.weight" not in file.keys()  # noqa: SIM118 - not a mapping
         assert {file.get_slice(name).get_dtype() for name in file.keys()} == {"F32"}  # noqa: SIM118
