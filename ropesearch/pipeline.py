@@ -124,9 +124,9 @@ def search(job: SearchJob) -> SearchOutcome:
             identity=lambda of, scoring: {**depends_on, **scoring_identity(job.model, of, scoring)},
             store=ScoreStore(run.path / "scores"),
         )
-        open_study(run.path, fingerprints, sampler)  # another search in this folder keeps its description
         if run.is_new:
             scorer.prove(windows.values())
+        open_study(run.path, fingerprints, sampler)  # another search in this folder keeps its description
         run.describe(plain(job))
 
         def on_event(event: SearchEvent) -> None:
