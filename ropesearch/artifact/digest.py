@@ -134,6 +134,8 @@ def check_entries(folder: Path) -> None:
         if not (path.is_file() or path.is_dir()):
             found = "a broken link" if path.is_symlink() else "something else"
             raise InputError(f"{path}: expected a regular file or a folder, got {found}; remove or restore it")
+        if path.parent == templates and path.is_dir():
+            raise InputError(f"{path}: expected a chat template, a file, got a folder; remove or restore it")
         if path.name == "adapter_config.json":
             raise InputError(f"{folder}: holds an adapter (adapter_config.json); merge it into its model first")
 
