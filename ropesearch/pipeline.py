@@ -18,7 +18,7 @@ from ropesearch.artifact.load import find_folder, load_unscaled, own_table, read
 from ropesearch.artifact.origin import Origin, checkpoint_states
 from ropesearch.artifact.schema import FILE_NAME, RopeConfig
 from ropesearch.artifact.tables import read_tables
-from ropesearch.artifact.verify import check_expressible
+from ropesearch.artifact.verify import Finding, check_expressible
 from ropesearch.artifact.verify import verify as verify_folder
 from ropesearch.config import EvaluateJob, SearchJob, VerifyJob, expect_given, plain
 from ropesearch.data.windows import Windows, build_windows, check_vocabulary
@@ -243,7 +243,13 @@ def verify(job: VerifyJob) -> VerifyOutcome:
     _quiet_libraries()
     expect_given("verify", job)
     folder = find_folder(Path(job.path))
-    return VerifyOutcome(folder=folder, findings=verify_folder(folder, job.levels, job.max_logits_tokens))
+    findings = verify_folder(folder, job.levels, job.max_logits_tokens)
+    of_run = Path(job.path) / FILE_NAME
+    if VerifyLevel.digest in job.levels and folder != Path(job.path) and of_run.is_file():
+        same = of_run.read_bytes() == (folder / FILE_NAME).read_bytes()
+        message = f"{of_run}: {'the same file as' if same else 'another file than'} in {folder.name}/"
+        findings = [*findings, Finding(level=VerifyLevel.digest, ok=same, message=message)]
+    return VerifyOutcome(folder=folder, findings=findings)
 
 
 @dataclasses.dataclass(kw_only=True)

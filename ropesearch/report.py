@@ -2,7 +2,7 @@
 
 import math
 import shlex
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -79,7 +79,7 @@ class SearchOutcome:
                 f"({math.expm1(after.nats / after.tokens - before.nats / before.tokens):+.1%})"
             )
         parts = [
-            f"perplexity at {target_length} tokens ({documents})",
+            f"perplexity at {target_length} tokens{_of_last(self.rope_config.search)} ({documents})",
             aligned(lines),
             "",
             f"chosen: {result.method} (trial {result.trial_number} of {result.num_trials}, "
@@ -176,6 +176,13 @@ def _guard_text(result: SearchResult) -> str:
         f"guard on the search windows: {kept}; on the selection windows {result.method} is {allowed} it by "
         f"{abs(excess):.4f} nats per token"
     )
+
+
+def _of_last(search: Mapping[str, Any]) -> str:
+    """Says that only the last tokens of each window were scored, where that was asked."""
+    objective = search.get("objective")
+    last_tokens = objective.get("last_tokens") if isinstance(objective, Mapping) else None
+    return "" if last_tokens is None else f", of the last {last_tokens} of each window"
 
 
 def _above(row: Evaluation, won: Evaluation) -> str:

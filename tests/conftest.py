@@ -1,6 +1,7 @@
 """Fixtures shared by all tests. Nothing here imports torch before a test asks for a model."""
 
 import os
+import signal
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -16,6 +17,9 @@ if TYPE_CHECKING:
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+# Started in the background, a shell has the tests ignore Ctrl-C, and with them every process that they start.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # No deadlines on shared machines, and the same examples in every run.
 settings.register_profile("ropesearch", deadline=None, derandomize=True)

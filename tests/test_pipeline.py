@@ -274,6 +274,22 @@ def test_a_corpus_that_is_too_short_is_refused_before_weights(
     assert not (tmp_path / "run").exists()
 
 
+def test_verify_of_a_run_holds_its_own_copy_to_the_checkpoint_s(
+    finished: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = tmp_path / "run"
+    shutil.copytree(finished, run)
+    assert cli.main(["verify", str(run), "levels=[digest]"]) == 0
+    (run / "rope_config.json").write_text((run / "rope_config.json").read_text().replace('"seed": 0', '"seed": 1'))
+    assert cli.main(["verify", str(run / "checkpoint"), "levels=[digest]"]) == 0
+    capsys.readouterr()
+    assert cli.main(["verify", str(run), "levels=[digest]"]) == 1
+    assert "rope_config.json: another file than in checkpoint/" in capsys.readouterr().out
+    (run / "checkpoint" / "config.json").unlink()
+    assert cli.main(["verify", str(run)]) == 2
+    assert "expected config.json beside rope_config.json, got none" in capsys.readouterr().err
+
+
 def test_no_candidate_can_be_scored(
     toy_folder: Path, corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

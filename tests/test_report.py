@@ -241,3 +241,9 @@ def test_text_of_a_verification() -> None:
     ]
     fine = VerifyOutcome(folder=Path("c"), findings=[OK])
     assert fine.exit_code == 0 and fine.to_text().splitlines()[-1] == "verified"
+
+
+def test_it_says_that_only_the_last_tokens_were_scored() -> None:
+    search = {**outcome().rope_config.search, "objective": {"name": "perplexity", "last_tokens": 32}}
+    text = dataclasses.replace(outcome(), rope_config=rope_config(search=search)).to_text()
+    assert "tokens, of the last 32 of each window (" in text

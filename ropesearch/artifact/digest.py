@@ -150,8 +150,8 @@ def weight_files(folder: Path) -> list[Path]:
     index = folder / INDEX_FILE
     if not index.is_file():
         raise InputError(
-            f"{folder}: expected {SINGLE_FILE} or {INDEX_FILE}, got neither; pickled weights are not read, convert "
-            "them to safetensors first"
+            f"{folder}: expected {SINGLE_FILE} or {INDEX_FILE}, got neither; put the weights there (pickled "
+            "ones are not read, convert them first)"
         )
     names = sorted({shard for shard in _weight_map(index).values()})
     for name in names:

@@ -82,7 +82,9 @@ def read_bound(folder: Path) -> RopeConfig:
 def find_folder(path: Path) -> Path:
     """The written checkpoint folder that `path` is, or that the run folder `path` holds; InputError for others."""
     for folder in (path / "checkpoint", path):
-        if (folder / schema.FILE_NAME).is_file() and (folder / "config.json").is_file():
+        if (folder / schema.FILE_NAME).is_file():
+            if not (folder / "config.json").is_file():
+                raise InputError(f"{folder}: expected config.json beside {schema.FILE_NAME}, got none; restore it")
             return folder
     what = "one without" if path.is_dir() else "no folder"
     raise InputError(

@@ -231,9 +231,10 @@ def _grid(key: str, step: float, highest: float) -> NDArray[np.float64]:
     exact = Fraction(repr(float(step)))
     num_steps = (Fraction(highest) - 1 + exact * Fraction(1, 10**6)) // exact  # a rounding of `highest` costs no step
     if not 1 <= num_steps <= 10**6:
+        remedy = "a smaller step" if num_steps < 1 else "a larger step, or a shorter target_length"
         raise InputError(
             f"{key}: expected a step that leaves 2 to a million values from 1 to {highest:g}, got {step}; "
-            "ask for a larger step, or a shorter target_length"
+            f"ask for {remedy}"
         )
     whole, unit = exact.numerator, exact.denominator  # a quotient of integers is rounded once, like a decimal literal
     return np.array([(unit + position * whole) / unit for position in range(int(num_steps) + 1)])

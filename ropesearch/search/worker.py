@@ -24,7 +24,7 @@ from ropesearch.search.ownership import exclusive, is_alive, working
 from ropesearch.search.parameters import candidate_of, suggest
 from ropesearch.search.sampler import CandidateSampler
 from ropesearch.search.selection import SELECTION, Finalist, choose_finalists, score_finalists
-from ropesearch.search.space import Candidate
+from ropesearch.search.space import SEARCHED, Candidate
 from ropesearch.search.study import OpenStudy, open_study
 from ropesearch.search.trials import (
     CANDIDATE,
@@ -79,11 +79,11 @@ class SearchResult:
     """What a search came to.
 
     `regime` is the finalist with the least nats per token on the selection windows, and `method` and `trial_number` say
-    which it is: "searched", or the name of a baseline that no candidate could beat. `search_scores` holds the
-    baselines' and the best candidate's scores by method; `finalists` all that were scored on the selection windows,
-    best first; `course` the number and nats per token of every scored candidate, in order. Tokens and failures are
-    counted over the trials on the search windows. `num_candidates_in_guard` says how many candidates keep the
-    objective's guard there, None without one.
+    which it is: "searched", or the name of a baseline that no candidate could beat. `search_scores` holds the scores of
+    the baselines and of the candidate that is best on the selection windows, by method; `finalists` all that were
+    scored on the selection windows, best first; `course` the number and nats per token of every scored candidate, in
+    order. Tokens and failures are counted over the trials on the search windows. `num_candidates_in_guard` says how
+    many candidates keep the objective's guard there, None without one.
     """
 
     regime: Regime
@@ -139,8 +139,8 @@ def run_search(
             raise NothingScoredError(f"none of {len(trials)} trials could be scored: {'; '.join(reasons)}")
         chosen = choose_finalists(trials, selection, space.target_length)
         finalists = score_finalists(opened, chosen, evaluate, worker.report_finalist, objective)
-    best_candidates = [trial for trial in scored if is_searched(trial)][:1]
-    shown = [*(trial for trial in trials if not is_searched(trial)), *best_candidates]
+    best_candidates = [finalist.trial_number for finalist in finalists if finalist.method == SEARCHED][:1]
+    shown = [trial for trial in trials if not is_searched(trial) or trial.number in best_candidates]
     scores = {trial.user_attrs[METHOD]: recorded_score(trial) for trial in shown}
     winner = finalists[0]
     return SearchResult(

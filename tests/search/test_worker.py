@@ -182,6 +182,17 @@ def test_the_result_says_what_was_found(uninterrupted: tuple[SearchResult, list[
     assert result.num_forward_equivalent_tokens == 16 * 33  # one score was reused
 
 
+def test_the_search_score_shown_is_that_of_the_candidate_that_is_best_on_the_selection_windows(tmp_path: Path) -> None:
+    def reversed_there(regime: Regime, split: str) -> Score:
+        found = evaluate(regime, split)
+        return make_score(1 / found.nats_per_token) if split == "selection" else found
+
+    result = run(tmp_path, score=reversed_there)
+    searched = [finalist for finalist in result.finalists if finalist.method == "searched"]
+    assert len(searched) == 3 and searched[0].search_score.nats_per_token > searched[1].search_score.nats_per_token
+    assert result.search_scores["searched"].nats_per_token == searched[0].search_score.nats_per_token
+
+
 def test_a_baseline_that_wins_on_the_selection_windows_is_the_result(tmp_path: Path) -> None:
     def overfitted(regime: Regime, split: str) -> Score:
         return make_score(1.0) if split == "selection" and regime.name == "ntk" else evaluate(regime, split)
