@@ -166,9 +166,9 @@ def between(monkeypatch: pytest.MonkeyPatch, name: str, action: Callable[[], Non
     [
         (change_weights, "load_model", False, "changed while the job was reading it"),
         (change_weights, "load_model", True, "changed while the job was reading it"),
-        (change_weights, "open_study", True, "expected the weights that the job began with, sha256:"),
-        (change_config, "open_study", True, "expected the config.json that the job began with, sha256:"),
-        (change_tokenizer, "open_study", True, "expected the tokenizer that the job began with, sha256:"),
+        (change_weights, "ProgressDisplay", True, "expected the weights that the job began with, sha256:"),
+        (change_config, "ProgressDisplay", True, "expected the config.json that the job began with, sha256:"),
+        (change_tokenizer, "ProgressDisplay", True, "expected the tokenizer that the job began with, sha256:"),
         (change_tokenizer, "load_tokenizer", True, "tokenizer.json changed while the job was reading it"),
         (change_config, "read_geometry", True, "config.json changed while the job was reading it"),
     ],
