@@ -1,4 +1,4 @@
-"""`python -m ropesearch.demo.train OUT_DIR [--seed 0]`: train the demo model on one CPU core, in about half an hour.
+"""`python -m ropesearch.demo.train OUT_DIR [--seed 0]`: train the demo model on one CPU core, in about 40 minutes.
 
 The same seed on the same kind of machine gives the same bytes, also when the run was stopped and started again: a
 step's rows depend on the seed and the step only, and the rest of the state is in OUT_DIR/state.safetensors.
