@@ -11,8 +11,6 @@ from typing import Any
 import numpy as np
 import torch
 import transformers
-from huggingface_hub.errors import StrictDataclassError
-from safetensors import SafetensorError
 
 from ropesearch import seeding
 from ropesearch.artifact.config import VerifyLevel
@@ -30,6 +28,7 @@ from ropesearch.artifact.schema import RopeConfig
 from ropesearch.artifact.strict_json import read_json_object
 from ropesearch.errors import BindingError, InputError
 from ropesearch.model.install import installed, rotary_table
+from ropesearch.model.load import LOAD_ERRORS
 from ropesearch.model.own import OwnTable
 from ropesearch.model.rotary import find_tables, rescaled_tables
 from ropesearch.model.skeleton import build_skeleton
@@ -47,19 +46,6 @@ _TABLE_KEYS = (
     "rope_scaling", "rope_theta",
 )  # fmt: skip
 _AUTO_MODEL: Any = transformers.AutoModelForCausalLM
-# What transformers raises for a config.json that it cannot use.
-_LOAD_ERRORS = (
-    OSError,
-    ValueError,
-    LookupError,
-    TypeError,
-    AttributeError,
-    ArithmeticError,
-    ImportError,
-    RuntimeError,
-    SafetensorError,
-    StrictDataclassError,
-)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -297,7 +283,7 @@ def _built_by_transformers(
         config = transformers.AutoConfig.from_pretrained(
             folder, trust_remote_code=trust_remote_code, local_files_only=True
         )
-    except _LOAD_ERRORS as error:
+    except LOAD_ERRORS as error:
         raise InputError(
             f"{folder}: transformers cannot build the model that config.json describes: {error}"
         ) from error
@@ -310,7 +296,7 @@ def _built_by_transformers(
         for table in distinct.values():
             try:
                 table.answer([length - 1])
-            except _LOAD_ERRORS as error:
+            except LOAD_ERRORS as error:
                 raise InputError(f"{folder}: transformers cannot make the rotary table: {error}") from error
             yield _Built(
                 where=f"at {length} tokens" + (f" ({table.layer_type})" if table.layer_type else ""),
@@ -368,7 +354,7 @@ def _plain_load(folder: Path, device: str, attention: str) -> Any:
             use_safetensors=True,
             local_files_only=True,
         )
-    except _LOAD_ERRORS as error:
+    except LOAD_ERRORS as error:
         raise InputError(f"{folder}: transformers cannot load the folder: {error}") from error
     model.eval()
     return model

@@ -22,7 +22,7 @@ from ropesearch.model.skeleton import build_skeleton, rotary_modules
 from ropesearch.rope.geometry import Geometry, LayerRope
 
 # What transformers raises for files that do not fit together or do not fit on the device.
-_LOAD_ERRORS = (
+LOAD_ERRORS = (
     OSError,
     ValueError,
     LookupError,
@@ -81,7 +81,7 @@ def load_model(config: ModelConfig) -> LoadedModel:
             ignore_mismatched_sizes=True,  # `_check_weights` refuses them by name
             output_loading_info=True,
         )
-    except _LOAD_ERRORS as error:
+    except LOAD_ERRORS as error:
         raise InputError(f"{folder}: the {geometry.model_type} model could not be loaded: {_reason(error)}") from error
     model, loading_info = answer
     _check_weights(model, loading_info, folder)
@@ -172,7 +172,7 @@ def _read_config(folder: Path, trust_remote_code: bool) -> tuple[dict[str, Any],
         config = transformers.AutoConfig.from_pretrained(
             folder, trust_remote_code=trust_remote_code, local_files_only=True
         )
-    except _LOAD_ERRORS as error:
+    except LOAD_ERRORS as error:
         raise InputError(
             f"{folder}: config.json (model type {model_type!r}) is not usable: {_reason(error)}"
         ) from error
