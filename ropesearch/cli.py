@@ -46,6 +46,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         except KeyboardInterrupt:
             pass
         stopping.say()
+        if arguments is None:
+            stopping.end()
         return stopping.exit_code
 
 

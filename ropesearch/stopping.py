@@ -10,6 +10,7 @@ import signal
 import sys
 import threading
 from collections.abc import Iterator
+from typing import NoReturn
 
 # A terminal's Ctrl-C; what schedulers send before they stop a job; a terminal or connection that went away.
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -72,6 +73,13 @@ class Stopping:
         with contextlib.suppress(OSError, ValueError, AttributeError):  # nobody may be there to read it
             sys.stderr.write(text)
             sys.stderr.flush()
+
+    def end(self) -> NoReturn:
+        """End the process without Python's own end, in which a further signal would kill it with another exit code."""
+        for stream in (sys.stdout, sys.stderr):
+            with contextlib.suppress(OSError, ValueError, AttributeError):
+                stream.flush()
+        os._exit(self.exit_code)
 
     def _heed(self, number: int, frame: object) -> None:
         first = self._signal is None
