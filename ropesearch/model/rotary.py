@@ -111,6 +111,11 @@ _LAYOUTS: dict[str, tuple[int, Callable[[torch.Tensor], Iterable[torch.Tensor]]]
 }
 
 
+def parts_of(layout: str, rows: torch.Tensor) -> Iterable[torch.Tensor]:
+    """The copies of cos or sin, each (..., num_pairs), that `rows` of a known layout hold."""
+    return _LAYOUTS[layout][1](rows)
+
+
 def matching_layout(
     answer: Any, cos: NDArray[np.float64], sin: NDArray[np.float64], tolerance: NDArray[np.float64]
 ) -> str | None:

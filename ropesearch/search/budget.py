@@ -1,14 +1,15 @@
 """When a search ends, as a function of what its study holds."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from optuna.trial import FrozenTrial, TrialState
 
 from ropesearch.errors import InputError
 from ropesearch.search.config import BudgetConfig
 from ropesearch.search.sampler import CandidateSampler
-from ropesearch.search.trials import COST, SECONDS, is_searched, ranked, recorded_candidate
+from ropesearch.search.trials import COST, NUM_STEPS, PLAN, SECONDS, is_searched, ranked, recorded_candidate
 
 _HOPELESS_FAILURES = 16  # trials in a row from the first, all failed: the rest would fail too
 
@@ -19,7 +20,14 @@ class Budget:
     Raises InputError when a limit is not a number above 0, or too low for one candidate beside the baselines.
     """
 
-    def __init__(self, config: BudgetConfig, sampler: CandidateSampler, cost_tokens: int, num_baselines: int) -> None:
+    def __init__(
+        self,
+        config: BudgetConfig,
+        sampler: CandidateSampler,
+        cost_tokens: int,
+        num_baselines: int,
+        step_cost_tokens: int = 0,
+    ) -> None:
         config.check()
         least = (num_baselines + 1) * cost_tokens
         if config.forward_equivalent_tokens is not None and config.forward_equivalent_tokens < least:
@@ -31,6 +39,7 @@ class Budget:
         self._sampler = sampler
         self._cost_tokens = cost_tokens
         self._num_baselines = num_baselines
+        self._step_cost_tokens = step_cost_tokens
 
     def reached(self, trials: Sequence[FrozenTrial]) -> str | None:
         """Why no further candidate is asked, or None. Running trials count as if they were finished."""
@@ -41,8 +50,8 @@ class Budget:
         if config.num_trials is not None and num_candidates >= config.num_trials:
             return "num_trials"
         if config.forward_equivalent_tokens is not None:
-            spent = sum(trial.user_attrs.get(COST, self._cost_tokens) for trial in trials)
-            if spent + self._cost_tokens > config.forward_equivalent_tokens:
+            spent = sum(self._whole_cost(trial) for trial in trials)
+            if spent + self._cost_of(self._sampler.plan(trials, len(trials))) > config.forward_equivalent_tokens:
                 return "forward_equivalent_tokens"
         if config.minutes is not None and spent_seconds(trials) >= 60 * config.minutes:
             return "minutes"
@@ -57,6 +66,15 @@ class Budget:
         if len(first) == _HOPELESS_FAILURES and all(trial.state is TrialState.FAIL for trial in first):
             return f"the first {_HOPELESS_FAILURES} trials failed"
         return None
+
+    def _whole_cost(self, trial: FrozenTrial) -> int:
+        """What a trial has cost when it is finished."""
+        spent: int = trial.user_attrs.get(COST, 0)
+        return spent if trial.state.is_finished() else max(spent, self._cost_of(trial.user_attrs.get(PLAN)))
+
+    def _cost_of(self, plan: Mapping[str, Any] | None) -> int:
+        num_steps: int = 0 if plan is None else plan[NUM_STEPS]
+        return self._cost_tokens + num_steps * self._step_cost_tokens
 
     def spent_fraction(self, trials: Sequence[FrozenTrial]) -> float:
         """How much of the budget is spent by finished trials, in [0, 1]; patience does not count."""

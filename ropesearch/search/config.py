@@ -90,11 +90,22 @@ class CMAESConfig(OptimizerConfig):
     )
 
 
+@dataclass(kw_only=True)
+class GradientConfig(OptimizerConfig):
+    """Stochastic gradient steps on factors and attention factor, each on one window, then an evolutionary polish."""
+
+    num_candidates: int = setting(
+        32, "candidates after which the search ends; those before the polish cost gradient steps besides"
+    )
+    num_starts: int = setting(2, "how many of the baselines, the best first, descents begin at")
+
+
 OPTIMIZERS: dict[str, type[OptimizerConfig]] = {
     "evolution": EvolutionConfig,
     "random": RandomConfig,
     "tpe": TPEConfig,
     "cmaes": CMAESConfig,
+    "gradient": GradientConfig,
 }
 
 

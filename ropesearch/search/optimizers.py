@@ -5,8 +5,9 @@ from collections.abc import Sequence
 from ropesearch.errors import InputError
 from ropesearch.rope.regime import Regime
 from ropesearch.search.cmaes import CMAESSampler
-from ropesearch.search.config import CMAESConfig, EvolutionConfig, OptimizerConfig, RandomConfig, TPEConfig
+from ropesearch.search.config import CMAESConfig, EvolutionConfig, GradientConfig, OptimizerConfig, RandomConfig, TPEConfig
 from ropesearch.search.evolution import EvolutionSampler
+from ropesearch.search.gradient import GradientSampler
 from ropesearch.search.random_search import RandomSampler
 from ropesearch.search.sampler import CandidateSampler
 from ropesearch.search.space import Space
@@ -14,9 +15,10 @@ from ropesearch.search.tpe import TPESampler
 
 
 def make_sampler(
-    space: Space, config: OptimizerConfig, seed: int, seeds: Sequence[Regime], num_baselines: int
+    space: Space, config: OptimizerConfig, seed: int, seeds: Sequence[Regime], num_baselines: int, num_windows: int
 ) -> CandidateSampler:
-    """The sampler for a config; `seeds` are its first candidates, `num_baselines` the trials before them.
+    """The sampler for a config; `seeds` are its first candidates, `num_baselines` the trials before them,
+    `num_windows` how many windows the search has.
 
     Raises InputError when the configuration cannot be run.
     """
@@ -29,4 +31,6 @@ def make_sampler(
             return TPESampler(space, config, seed, seeds, num_baselines)
         case CMAESConfig():
             return CMAESSampler(space, config, seed, seeds, num_baselines)
+        case GradientConfig():
+            return GradientSampler(space, config, seed, seeds, num_baselines, num_windows)
     raise InputError(f"optimizer: expected the config of a known sampler, got {type(config).__name__}")

@@ -43,6 +43,14 @@ class Past:
     waiting: bool
 
 
+class StepAsked(NamedTuple):
+    """A gradient step that a sampler asks for: its index within the trial, the regime, and which search window."""
+
+    index: int
+    regime: Regime
+    window: int
+
+
 class CandidateSampler(BaseSampler):
     """A sampler of candidates. Subclasses say what to propose after the seeds.
 
@@ -78,10 +86,16 @@ class CandidateSampler(BaseSampler):
     def sample_relative(
         self, study: Study, trial: FrozenTrial, search_space: dict[str, BaseDistribution]
     ) -> dict[str, Any]:
-        """The proposal for `trial` as parameters; the one it already carries, if it was begun before."""
+        """The proposal for `trial` as parameters; the one it already carries, if it was begun before; none yet where
+        gradient steps come first.
+        """
         recorded = recorded_candidate(trial)
-        candidate = recorded or self.propose(study.get_trials(deepcopy=False), trial.number)
-        return parameters(self.space, candidate)
+        if recorded is None:
+            trials = study.get_trials(deepcopy=False)
+            if self.plan(trials, trial.number) is not None and self.next_step(trials, trial.number) is not None:
+                return {}
+            recorded = self.propose(trials, trial.number)
+        return parameters(self.space, recorded)
 
     def sample_independent(
         self, study: Study, trial: FrozenTrial, param_name: str, param_distribution: BaseDistribution
@@ -89,35 +103,54 @@ class CandidateSampler(BaseSampler):
         """Never right here: the parameters of a candidate depend on each other."""
         raise InputError(f"parameter {param_name!r}: expected one of the space's, {', '.join(self._distributions)}")
 
+    def plan(self, trials: Sequence[FrozenTrial], number: int) -> dict[str, Any] | None:
+        """What has to be done before the candidate of trial `number` is known, as JSON values with a NUM_STEPS among
+        them, for the trial's attribute PLAN; None where the candidate follows at once.
+        """
+        return None
+
+    def next_step(self, trials: Sequence[FrozenTrial], number: int) -> StepAsked | None:
+        """The gradient step that trial `number`, which carries its plan, has to make next; None where all are made."""
+        return None
+
     def propose(self, trials: Sequence[FrozenTrial], number: int) -> Candidate:
         """The candidate of trial `number`, new among the candidates of `trials`.
 
         Raises InputError when every candidate of the space is already there.
         """
         index = number - self._num_baselines
-        others = {trial.number: recorded_candidate(trial) for trial in trials if trial.number != number}
-        known = {candidate for candidate in others.values() if candidate is not None}
+        known = known_candidates(trials, number)
         if index < len(self.seeds) and self.seeds[index] not in known:
             return self.seeds[index]
+        candidates = {trial.number: recorded_candidate(trial) for trial in trials if trial.number != number}
         scored = []
         for trial in ranked(trials):
-            candidate = others.get(trial.number)
+            candidate = candidates.get(trial.number)
             if candidate is not None:
                 scored.append(Scored(rank(trial), trial.number, trial.values[0], candidate))
         running = [trial for trial in trials if trial.number != number and not trial.state.is_finished()]
         past = Past(
             scored=scored,
             known=known,
-            running=[candidate for trial in running if (candidate := others[trial.number]) is not None],
+            running=[candidate for trial in running if (candidate := candidates[trial.number]) is not None],
             waiting=any(trial.number < number for trial in running),
         )
-        new = nearest_new(self.space, self._draw(past, index, stream(self._seed, self.name, index)), known)
+        return self._new(self._draw(past, index, stream(self._seed, self.name, index)), known)
+
+    def _new(self, candidate: Candidate, known: Collection[Candidate]) -> Candidate:
+        """The candidate, or the nearest that is not known. InputError when all are."""
+        new = nearest_new(self.space, candidate, known)
         if new is None:
             raise InputError(
                 f"the space is exhausted: all its {self.space.num_candidates} candidates are in the study; "
                 "ask for fewer trials or a finer grid"
             )
         return new
+
+
+def known_candidates(trials: Sequence[FrozenTrial], number: int) -> set[Candidate]:
+    """The candidates of all trials but `number`, failed and running ones too."""
+    return {recorded_candidate(trial) for trial in trials if trial.number != number} - {None}
 
 
 def check_at_least(name: str, value: int, least: int) -> None:

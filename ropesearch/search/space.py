@@ -196,6 +196,13 @@ class Space:
         attention = _nearest(self._attention, np.array([regime.attention_factor]))
         return Candidate(self._project(np.array(regime.factors)), int(attention[0]), retained)
 
+    def project_logs(self, logs: NDArray[np.float64]) -> NDArray[np.float64]:
+        """The logs of factors of this space, but for its grid, that are nearest to (num_pairs,) finite values."""
+        lowest, highest = np.log(self._factors[[0, -1]])
+        fitted = np.clip(isotonic_regression(logs[self.free_pairs]).x, lowest, highest)
+        held = self.num_pairs_at_one, self.num_pairs_at_ratio
+        return np.concatenate([np.full(held[0], lowest), fitted, np.full(held[1], highest)])
+
     def repair_steps(self, steps: NDArray[np.float64]) -> tuple[int, ...]:
         """The non-decreasing grid steps nearest to (num_pairs,) finite steps, with the held pairs at their factors."""
         fitted = isotonic_regression(steps[self.free_pairs]).x

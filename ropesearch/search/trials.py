@@ -1,6 +1,7 @@
 """What a trial of a study carries: user attributes, all JSON, that hold exactly what was scored and what came out."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from optuna import Trial
@@ -15,6 +16,7 @@ from ropesearch.search.space import SEARCHED, Candidate
 OWNER = "owner"  # id of the worker that scores it
 METHOD = "method"  # "searched" or the baseline's name
 CANDIDATE = "candidate"  # searched trials: [factor_steps, attention_steps, retained_tokens] in grid steps
+NUM_STEPS = "num_steps"  # in a plan: how many gradient steps come first
 REGIME = "regime"  # the regime that is scored: factors, attention_factor, retained_tokens
 SECONDS = "seconds"  # that the scoring took
 COST = "num_forward_equivalent_tokens"  # that the scoring took; 0 where a score was reused
@@ -22,6 +24,35 @@ REUSED_FROM = "reused_from"  # number of the trial whose score it took over, whe
 SCORE = "score"  # nats and tokens by window and position block; written last, before the trial is finished
 GUARD = "short_excess_nats"  # a constraint, not an attribute: nats per token above what the objective's guard allows
 FAILURE = "failure"  # why it could not be scored; likewise
+PLAN = "plan"  # of a sampler that takes gradients: what has to be done before the candidate is known, see gradient.py
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Step:
+    """A gradient step of a trial: the window that was looked at, the objective's nats per token on it alone, and the
+    derivatives of these by the logs of the factors, one for each pair, and of the attention factor.
+    """
+
+    window: int
+    nats_per_token: float
+    gradient: tuple[float, ...]
+
+    def to_json(self) -> dict[str, Any]:
+        """The step as JSON values; floats survive exactly."""
+        return {"window": self.window, "nats_per_token": self.nats_per_token, "gradient": list(self.gradient)}
+
+
+def step_key(index: int) -> str:
+    """The attribute that holds a trial's gradient step `index`, counted from 0."""
+    return f"step_{index:03d}"
+
+
+def recorded_steps(trial: FrozenTrial | Trial) -> list[Step]:
+    """The gradient steps that a trial has made so far, in order."""
+    found = []
+    while (value := trial.user_attrs.get(step_key(len(found)))) is not None:
+        found.append(Step(**{**value, "gradient": tuple(value["gradient"])}))
+    return found
 
 
 def regime_json(regime: Regime) -> dict[str, Any]:

@@ -33,20 +33,25 @@ from ropesearch.search.trials import (
     GUARD,
     METHOD,
     OWNER,
+    PLAN,
     REGIME,
     REUSED_FROM,
     SCORE,
     SECONDS,
+    Step,
     candidate_json,
     is_searched,
     ranked,
     recorded_regime,
     recorded_score,
     regime_json,
+    step_key,
     violation,
 )
 
 SEARCH = "search"
+
+Differentiate = Callable[[Regime, int], Step]
 
 _POLL_SECONDS = 0.2
 _NATS_PER_TOKEN = Objective()
@@ -105,8 +110,10 @@ def run_search(
     sampler: CandidateSampler,
     evaluate: Evaluate,
     *,
+    differentiate: Differentiate | None = None,
     baselines: Sequence[Regime],
     cost_tokens: int,
+    step_cost_tokens: int = 0,
     fingerprints: Mapping[str, Any],
     budget: BudgetConfig,
     selection: SelectionConfig,
@@ -117,7 +124,9 @@ def run_search(
 
     `baselines`, with distinct names, are the first trials, as many as the sampler was told. `evaluate(regime, split)`
     scores a regime on the "search" or "selection" windows and raises ScoringError when it cannot; a score on the search
-    windows costs `cost_tokens` forward-equivalent tokens, and `objective` makes a value of it. A guard of the objective
+    windows costs `cost_tokens` forward-equivalent tokens, and `objective` makes a value of it. `differentiate(regime,
+    window)` gives the objective on one search window and its derivatives, for samplers that ask for them, and raises
+    ScoringError likewise; it costs `step_cost_tokens`. A guard of the objective
     is a constraint of the trial, measured against trial 0, the unscaled model. For `fingerprints` see `open_study`. A
     finished search is only read.
 
@@ -127,10 +136,22 @@ def run_search(
     """
     space = sampler.space
     selection.check()
-    limits = Budget(budget, sampler, cost_tokens, len(baselines))
+    limits = Budget(budget, sampler, cost_tokens, len(baselines), step_cost_tokens)
     opened = open_study(run_folder, fingerprints, sampler)
     with working(run_folder) as name:
-        worker = _Worker(opened, sampler, evaluate, cost_tokens, limits, baselines, objective, name, on_event)
+        worker = _Worker(
+            opened=opened,
+            sampler=sampler,
+            evaluate=evaluate,
+            differentiate=differentiate,
+            cost_tokens=cost_tokens,
+            step_cost_tokens=step_cost_tokens,
+            limits=limits,
+            baselines=baselines,
+            objective=objective,
+            name=name,
+            on_event=on_event,
+        )
         worker.work()
         trials = worker.trials()
         scored = ranked(trials)
@@ -161,12 +182,14 @@ def run_search(
     )
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class _Worker:
     opened: OpenStudy
     sampler: CandidateSampler
     evaluate: Evaluate
+    differentiate: Differentiate | None
     cost_tokens: int
+    step_cost_tokens: int
     limits: Budget
     baselines: Sequence[Regime]
     objective: Objective
@@ -216,6 +239,8 @@ class _Worker:
             return trial
         if trial.number < len(self.baselines):
             regime, candidate = self.baselines[trial.number], None
+        elif self._needs_steps(trial):
+            return trial
         else:
             candidate = self._proposal(trial)
             regime = self.sampler.space.regime(candidate)
@@ -228,6 +253,17 @@ class _Worker:
             self._suggest(trial)
         return trial
 
+    def _needs_steps(self, trial: Trial) -> bool:
+        """Whether gradient steps are left before the candidate follows; the trial is owned then, its plan written."""
+        plan = trial.user_attrs.get(PLAN) or self.sampler.plan(self.trials(), trial.number)
+        if plan is None:
+            return False
+        with self.opened.journal.together():
+            trial.set_user_attr(OWNER, self.name)
+            trial.set_user_attr(METHOD, SEARCHED)
+            trial.set_user_attr(PLAN, plan)
+        return self.sampler.next_step(self.trials(), trial.number) is not None
+
     def _proposal(self, trial: Trial) -> Candidate:
         return candidate_of(self.sampler.space, trial.relative_params)
 
@@ -238,10 +274,12 @@ class _Worker:
 
     def _finish(self, trial: Trial) -> None:
         """Score an owned trial, or take over the score of the same regime, and tell the study."""
+        if REGIME not in trial.user_attrs and FAILURE not in trial.user_attrs:
+            trial = self._stepped(trial)
         recorded = trial.user_attrs
         if SCORE not in recorded and FAILURE not in recorded:
             twin = self._twin(trial.number, recorded[REGIME])
-            with_outcome = self._scored(trial) if twin is None else _reused(twin)
+            with_outcome = self._scored(trial) if twin is None else _reused(twin, trial)
             with self.opened.journal.together():
                 for key, value in with_outcome.items():
                     trial.set_user_attr(key, value)
@@ -257,6 +295,33 @@ class _Worker:
             self.opened.study.tell(trial, state=TrialState.FAIL)
             self._report(SEARCH, trial.number, recorded[METHOD], None, recorded[FAILURE])
 
+    def _stepped(self, trial: Trial) -> Trial:
+        """Make the gradient steps that are left of an owned trial; returns it with the candidate that follows, or with
+        the reason why none does.
+        """
+        while (asked := self.sampler.next_step(self.trials(), trial.number)) is not None:
+            recorded = trial.user_attrs
+            started = time.perf_counter()
+            try:
+                if self.differentiate is None:
+                    raise ScoringError("no gradients are given to this search")
+                step = self.differentiate(asked.regime, asked.window)
+                outcome: dict[str, Any] = {step_key(asked.index): step.to_json()}
+            except ScoringError as error:
+                outcome = {FAILURE: str(error)}
+            outcome[SECONDS] = recorded.get(SECONDS, 0.0) + time.perf_counter() - started
+            outcome[COST] = recorded.get(COST, 0) + self.step_cost_tokens
+            with self.opened.journal.together():
+                for key, value in outcome.items():
+                    trial.set_user_attr(key, value)
+                if FAILURE not in outcome:
+                    trial.report(step.nats_per_token, asked.index)
+            if FAILURE in outcome:
+                return trial
+            self._report(SEARCH, trial.number, SEARCHED, None, None)
+        with exclusive(self.opened.run_folder):
+            return self._own(Trial(self.opened.study, trial._trial_id))  # which asks the sampler anew
+
     def _scored(self, trial: Trial) -> dict[str, Any]:
         regime = recorded_regime(trial, self.sampler.space.target_length)
         started = time.perf_counter()
@@ -264,7 +329,9 @@ class _Worker:
             outcome: dict[str, Any] = {SCORE: self.evaluate(regime, SEARCH).to_json()}
         except ScoringError as error:
             outcome = {FAILURE: str(error)}
-        return {SECONDS: time.perf_counter() - started, COST: self.cost_tokens, **outcome}
+        recorded = trial.user_attrs  # with what gradient steps have cost
+        seconds = recorded.get(SECONDS, 0.0) + time.perf_counter() - started
+        return {SECONDS: seconds, COST: recorded.get(COST, 0) + self.cost_tokens, **outcome}
 
     def _twin(self, number: int, regime: Mapping[str, Any]) -> FrozenTrial | None:
         """A scored trial of exactly the same regime, waited for while an earlier one is still being scored.
@@ -338,5 +405,7 @@ class _Worker:
         )
 
 
-def _reused(twin: FrozenTrial) -> dict[str, Any]:
-    return {REUSED_FROM: twin.number, SECONDS: 0.0, COST: 0, SCORE: twin.user_attrs[SCORE]}
+def _reused(twin: FrozenTrial, trial: Trial) -> dict[str, Any]:
+    recorded = trial.user_attrs  # with what gradient steps have cost
+    seconds, cost_tokens = recorded.get(SECONDS, 0.0), recorded.get(COST, 0)
+    return {REUSED_FROM: twin.number, SECONDS: seconds, COST: cost_tokens, SCORE: twin.user_attrs[SCORE]}

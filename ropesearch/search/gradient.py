@@ -1,0 +1,112 @@
+"""Gradient search: stochastic descents, each scored on all windows now and then, then an evolutionary polish."""
+
+from collections.abc import Sequence
+from typing import Any, ClassVar
+
+import numpy as np
+from optuna.trial import FrozenTrial, TrialState
+
+from ropesearch.rope.regime import Regime
+from ropesearch.search.config import EvolutionConfig, GradientConfig
+from ropesearch.search.descent import Descent
+from ropesearch.search.evolution import EvolutionSampler
+from ropesearch.search.sampler import CandidateSampler, Past, StepAsked, check_at_least, known_candidates
+from ropesearch.search.space import Candidate, Space
+from ropesearch.search.trials import METHOD, NUM_STEPS, PLAN, ranked, recorded_regime, recorded_steps
+
+# A descent ends when its steps have become this much shorter than the first.
+_LEAST_PART = 0.1
+_CHAIN, _START, _LEGS = "chain", "start", "legs"
+
+
+class GradientSampler(CandidateSampler):
+    """Projected stochastic gradient on the logs of factors and attention factor (see descent.py).
+
+    The seeds are not scored again: descents begin at the best scored of the seed regimes among the baselines. A trial
+    is a leg of a descent: as many gradient steps as there are windows, each on one of them, then the mean of the last
+    iterates, on the grid, as the candidate. So only full windows make a score, and a step's derivatives are kept in its
+    trial: the descent is replayed from the study for every proposal, and goes on wherever it was stopped.
+
+    A descent ends when its steps have become short, or when a leg has failed. The next one begins at the next best
+    start, up to `num_starts`. With several workers, a worker that finds all descents at work begins the next one at
+    once. What is left of num_candidates is an evolution's: mutants and crossovers of the best of all, which also tries
+    what gradients do not see: other retained tokens, and the fast pairs, whose angles wrap.
+
+    Raises InputError when the configuration cannot be run.
+    """
+
+    name: ClassVar[str] = "gradient"
+
+    def __init__(
+        self,
+        space: Space,
+        config: GradientConfig,
+        seed: int,
+        seeds: Sequence[Regime],
+        num_baselines: int,
+        num_windows: int,
+    ) -> None:
+        super().__init__(space, seed, [], num_baselines)
+        check_at_least("num_candidates", config.num_candidates, 1)
+        check_at_least("num_starts", config.num_starts, 1)
+        self.config = config
+        self._start_names = {regime.name for regime in seeds}
+        self._num_windows = num_windows
+        self._polish = EvolutionSampler(space, EvolutionConfig(num_population=0), seed, [], num_baselines)
+
+    @property
+    def num_candidates(self) -> int:
+        """As configured."""
+        return self.config.num_candidates
+
+    def plan(self, trials: Sequence[FrozenTrial], number: int) -> dict[str, Any] | None:
+        """The leg of a descent that trial `number` is: its chain, where that began and the legs before; None where no
+        descent is to be gone on with.
+        """
+        chains: dict[int, list[FrozenTrial]] = {}
+        for trial in trials:
+            if trial.number < number and PLAN in trial.user_attrs:
+                chains.setdefault(trial.user_attrs[PLAN][_CHAIN], []).append(trial)
+        for chain, legs in sorted(chains.items()):
+            if all(leg.state is TrialState.COMPLETE for leg in legs):
+                first = legs[0].user_attrs[PLAN]
+                numbers = [leg.number for leg in legs]
+                descent = self._replayed(trials, first, numbers)
+                if descent.part_of_first_length > _LEAST_PART:
+                    return {**first, _LEGS: numbers}
+        used = {legs[0].user_attrs[PLAN][_START] for legs in chains.values()}
+        left = [trial.number for trial in ranked(trials) if trial.number not in used and trial.user_attrs[METHOD] in self._start_names]
+        if left and len(chains) < self.config.num_starts:
+            return {_CHAIN: len(chains), _START: left[0], _LEGS: [], NUM_STEPS: self._num_windows}
+        return None
+
+    def next_step(self, trials: Sequence[FrozenTrial], number: int) -> StepAsked | None:
+        """The next step of trial `number`'s leg."""
+        trial = trials[number]
+        plan = trial.user_attrs.get(PLAN) or self.plan(trials, number)
+        if plan is None:
+            return None
+        steps = recorded_steps(trial)
+        if len(steps) >= plan[NUM_STEPS]:
+            return None
+        descent = self._replayed(trials, plan, [*plan[_LEGS], number])
+        return StepAsked(len(steps), descent.regime, descent.window)
+
+    def propose(self, trials: Sequence[FrozenTrial], number: int) -> Candidate:
+        """As all samplers; the candidate of a leg is the mean of its descent's last iterates."""
+        plan = trials[number].user_attrs.get(PLAN)
+        if plan is None:
+            return super().propose(trials, number)
+        average = self._replayed(trials, plan, [*plan[_LEGS], number]).average
+        return self._new(self.space.repair(average), known_candidates(trials, number))
+
+    def _draw(self, past: Past, index: int, rng: np.random.Generator) -> Candidate:
+        return self._polish._draw(past, index, rng)
+
+    def _replayed(self, trials: Sequence[FrozenTrial], plan: dict[str, Any], legs: Sequence[int]) -> Descent:
+        start = recorded_regime(trials[plan[_START]], self.space.target_length)
+        descent = Descent(self.space, start, self._num_windows, self._seed, plan[_CHAIN])
+        for leg in legs:
+            for step in recorded_steps(trials[leg]):
+                descent.advance(step)
+        return descent
