@@ -21,8 +21,9 @@ from ropesearch.artifact.tables import read_tables
 from ropesearch.artifact.verify import Finding, check_expressible
 from ropesearch.artifact.verify import verify as verify_folder
 from ropesearch.config import EvaluateJob, SearchJob, VerifyJob, expect_given, plain
-from ropesearch.data.windows import Windows, build_windows, check_vocabulary
+from ropesearch.data.windows import Windows, build_windows, check_vocabulary, needle_windows
 from ropesearch.errors import InputError, NothingScoredError, ScoringError
+from ropesearch.evaluate.needle import NeedleEvaluation, needle_row
 from ropesearch.evaluate.perplexity import Evaluation, RegimeAt, comparison_regimes, perplexity_table
 from ropesearch.files import remove_folder, write_json
 from ropesearch.model.checkpoint import find_checkpoint
@@ -41,7 +42,7 @@ from ropesearch.report import EvaluateOutcome, SearchOutcome, VerifyOutcome
 from ropesearch.rope.regime import Regime
 from ropesearch.run_folder import RunFolder, versions
 from ropesearch.score.config import ScoringConfig
-from ropesearch.score.objective import objective_of
+from ropesearch.score.objective import Objective, objective_of
 from ropesearch.score.score import Score
 from ropesearch.score.scorer import forward_equivalent_tokens, prove_scorer, score_windows, scoring_identity
 from ropesearch.score.store import ScoreStore
@@ -85,10 +86,11 @@ def search(job: SearchJob) -> SearchOutcome:
     whole_windows = dataclasses.replace(job.objective, last_tokens=None)  # what short inputs are reported on
     whole_windows.check(geometry.original_length)
     job.selection.check()
-    windows = build_windows(
-        job.corpus, load_tokenizer(job.model), job.target_length, job.seed, _cache_folder(job.cache)
-    )
-    cost_tokens = forward_equivalent_tokens(windows["search"])
+    tokenizer = load_tokenizer(job.model)
+    texts = build_windows(job.corpus, tokenizer, job.target_length, job.seed, _cache_folder(job.cache))
+    needles = _needles(job, texts, tokenizer)
+    windows = _objective_windows(objective, texts, needles)
+    cost_tokens = forward_equivalent_tokens(windows["search"], objective.spans)
     Budget(job.budget, sampler, cost_tokens, len(baselines))
     source = find_checkpoint(job.model)
     origin = Origin.read(source)
@@ -112,6 +114,7 @@ def search(job: SearchJob) -> SearchOutcome:
                 )
                 for split in windows
             },
+            **({"held_out_needles": needles["held_out"].fingerprint} if needles else {}),
             "objective": objective.to_json(),
             "space": plain(job.space),
             "optimizer": plain(job)["optimizer"],
@@ -125,7 +128,7 @@ def search(job: SearchJob) -> SearchOutcome:
             store=ScoreStore(run.path / "scores"),
         )
         if run.is_new:
-            scorer.prove(windows.values())
+            scorer.prove([*windows.values(), *needles.values()])
         open_study(run.path, fingerprints, sampler)  # another search in this folder keeps its description
         run.describe(plain(job))
 
@@ -164,6 +167,9 @@ def search(job: SearchJob) -> SearchOutcome:
             at: dict[str, RegimeAt] = {name: functools.partial(_constant, regime) for name, regime in regimes.items()}
             at[UNSCALED] = own.regime_at
             rows += _rows(scorer, windows["held_out"], at, [length], scoring, display, failures)
+        needle_rows: list[NeedleEvaluation] = []
+        if needles:
+            needle_rows = _needle_rows(scorer, needles["held_out"], at_target, job.objective, display, failures)
         if (result.method, job.target_length) not in {(row.method, row.length) for row in rows}:
             raise NothingScoredError(f"the result could not be scored on the held-out windows: {'; '.join(failures)}")
 
@@ -173,7 +179,7 @@ def search(job: SearchJob) -> SearchOutcome:
             regimes=(result.regime,),
             checkpoint=binding,
             search=_search_record(job, result, windows, fingerprints),
-            evaluation=[row.to_json() for row in rows],
+            evaluation=[*(row.to_json() for row in rows), *(row.to_json() for row in needle_rows)],
             versions=versions(),
         )
         plot_factors(run.path / "factors.png", geometry, job.target_length, at_target)
@@ -190,6 +196,7 @@ def search(job: SearchJob) -> SearchOutcome:
             rope_config=rope_config,
             result=result,
             rows=rows,
+            needle_rows=needle_rows,
             failures=failures,
             findings=findings,
         )
@@ -326,6 +333,49 @@ def _rows(
         return scorer.kept(regime, of, scoring)
 
     return perplexity_table(score, windows, regimes, lengths, scoring, on_row, on_failure)
+
+
+def _needles(job: SearchJob, texts: Mapping[str, Windows], tokenizer: Any) -> dict[str, Windows]:
+    """Windows with a needle for every split, its documents the haystacks; none where the objective has none."""
+    scoring = job.objective
+    if not scoring.needle_weight:
+        return {}
+    return {
+        split: needle_windows(of, tokenizer, scoring.needle_depths, scoring.num_needle_windows, job.seed)
+        for split, of in texts.items()
+    }
+
+
+def _objective_windows(
+    objective: Objective, texts: Mapping[str, Windows], needles: Mapping[str, Windows]
+) -> dict[str, Windows]:
+    """What the objective is computed on, and the held-out windows, which are plain text whatever guided the search."""
+
+    def guiding(split: str) -> Windows:
+        if not needles:
+            return texts[split]
+        return texts[split].joined(needles[split]) if objective.needs_text else needles[split]
+
+    return {split: texts[split] if split == "held_out" else guiding(split) for split in texts}
+
+
+def _needle_rows(
+    scorer: _Scorer,
+    needles: Windows,
+    regimes: Mapping[str, Regime],
+    scoring: ScoringConfig,
+    display: ProgressDisplay,
+    failures: list[str],
+) -> list[NeedleEvaluation]:
+    """Each method's row on held-out needles; what could not be scored is added to `failures`."""
+    rows = []
+    for place, (method, regime) in enumerate(regimes.items(), start=1):
+        try:
+            rows.append(needle_row(scorer.kept(regime, needles, scoring), needles, method))
+        except ScoringError as error:
+            failures.append(f"{method} on needles of {needles.length_tokens} tokens: {error}")
+        display.show("held-out needles", place / len(regimes))
+    return rows
 
 
 def _written(run: Path, checkpoint: Path, source: Path, rope_config: RopeConfig, weights: WeightsMode) -> RopeConfig:

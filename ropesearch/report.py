@@ -10,6 +10,7 @@ from typing import Any
 from ropesearch.artifact.schema import RopeConfig
 from ropesearch.artifact.verify import Finding
 from ropesearch.evaluate.interval import paired_interval
+from ropesearch.evaluate.needle import NeedleEvaluation
 from ropesearch.evaluate.perplexity import Evaluation
 from ropesearch.evaluate.table import aligned, perplexity_text, render_table
 from ropesearch.search.worker import SearchResult
@@ -28,6 +29,7 @@ class SearchOutcome:
     rows: Sequence[Evaluation]
     failures: Sequence[str]
     findings: Sequence[Finding]
+    needle_rows: Sequence[NeedleEvaluation] = ()
 
     @property
     def exit_code(self) -> int:
@@ -82,13 +84,14 @@ class SearchOutcome:
             f"perplexity at {target_length} tokens{_of_last(self.rope_config.search)} ({documents})",
             aligned(lines),
             "",
+            *_needle_lines(self.needle_rows),
             f"chosen: {result.method} (trial {result.trial_number} of {result.num_trials}, "
             f"{result.num_failed} failed), attention factor {regime.attention_factor:.3f}, "
             f"factors {regime.factors[0]:.2f} to {regime.factors[-1]:.2f}",
             f"price on short inputs: {price}",
             *(f"not scored: {failure}" for failure in self.failures),
         ]
-        if result.objective.parts:
+        if result.objective.parts or result.objective.needle_weight:
             parts.append(f"objective: {result.objective.to_text()} (columns search and selection: its exponential)")
         if result.num_candidates_in_guard is not None:
             parts.append(_guard_text(result))
@@ -162,6 +165,17 @@ class VerifyOutcome:
 
 def _value_text(nats_per_token: float) -> str:
     return perplexity_text(nats_per_token, 1)
+
+
+def _needle_lines(rows: Sequence[NeedleEvaluation]) -> list[str]:
+    if not rows:
+        return []
+    table = [[row.method, perplexity_text(row.nats, row.tokens), str(row.num_right)] for row in rows]
+    return [
+        f"answers to {len(rows[0].window_right)} held-out needles at {rows[0].length} tokens",
+        aligned([["method", "perplexity", "right"], *table]),
+        "",
+    ]
 
 
 def _guard_text(result: SearchResult) -> str:

@@ -40,6 +40,9 @@ OBJECTIVE_KEYS = [
     "objective.num_blocks",
     "objective.lengths",
     "objective.length_weights",
+    "objective.needle_weight",
+    "objective.num_needle_windows",
+    "objective.needle_depths",
     "objective.max_short_perplexity_increase",
 ]
 ALL_KEYS = {
@@ -407,7 +410,7 @@ def test_presets_are_the_files_of_conf() -> None:
         "corpus": ["documents"],
         "space": ["longrope", "piecewise"],
         "optimizer": ["cmaes", "evolution", "random", "tpe"],
-        "objective": ["guarded", "last_tokens", "perplexity"],
+        "objective": ["guarded", "last_tokens", "needle", "perplexity"],
         "storage": ["journal"],
     }
 

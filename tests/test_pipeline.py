@@ -20,9 +20,10 @@ import ropesearch
 from ropesearch import cli
 from ropesearch.artifact.schema import RopeConfig
 from ropesearch.data.config import CorpusConfig
-from ropesearch.data.windows import build_windows
+from ropesearch.data.windows import build_windows, needle_windows
 from ropesearch.demo.__main__ import write_demo
 from ropesearch.errors import BindingError, ScoringError
+from ropesearch.evaluate.table import perplexity_text
 from tests import runs, tiny_models, toys
 
 
@@ -254,6 +255,97 @@ def test_a_search_with_lengths_and_a_guard_says_what_it_was(
     assert (f"{num_kept} candidates keep it" if num_kept else "no candidate keeps it") in out
     lengths = {row["length"] for row in RopeConfig.read(tmp_path / "run").evaluation}
     assert lengths == {32, toys.ORIGINAL_LENGTH, 128}
+
+
+NEEDLE_LENGTH = 256  # of the toy's tokens, bytes: room for needle, question and answer, and some haystack
+
+
+def needle_words(toy_folder: Path, corpus: Path, run: Path, *more: str) -> list[str]:
+    words = [*runs.search_words(toy_folder, corpus, run, num_trials=6), "objective.num_needle_windows=4", *more]
+    words[words.index(f"target_length={runs.TARGET_LENGTH}")] = f"target_length={NEEDLE_LENGTH}"
+    return words
+
+
+def test_a_search_for_needles_scores_answers_alone(
+    toy_folder: Path, corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The shipped folder in plain transformers has the held-out needles' loss that the row says."""
+    run = tmp_path / "run"
+    words = needle_words(toy_folder, corpus, run, "objective=needle")
+    assert cli.main(words) == 0
+    out = capsys.readouterr().out
+    rope_config = RopeConfig.read(run)
+    search = rope_config.search
+    trials = runs.trials_of(run)
+    assert len(trials) == 10
+    for _, _, (value,), _, _, _, kept in trials:
+        assert np.array(kept["nats"]).shape == (4, 8) and len(kept["answered"]) == 4  # no plain text is scored
+        assert value == pytest.approx(np.sum(kept["nats"]) / np.sum(kept["tokens"]), rel=1e-12)
+    assert search["num_forward_equivalent_tokens"] == 4 * NEEDLE_LENGTH * len({str(trial[5]) for trial in trials})
+    assert all("with needle" in name for split in ("search", "selection") for name in search["documents"][split])
+    assert search["objective"]["needle_weight"] == 1.0
+    assert "objective: nats per token of the needles' answers (" in out
+
+    checkpoint = run / "checkpoint"
+    model = transformers.AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32).eval()
+    tokenizer = transformers.AutoTokenizer.from_pretrained(checkpoint)
+    config = CorpusConfig(path=str(corpus), num_search_windows=3, num_selection_windows=3, num_held_out_windows=3)
+    texts = build_windows(config, tokenizer, NEEDLE_LENGTH, 0, None)
+    assert search["documents"]["held_out"] == list(texts["held_out"].documents)
+    needles = needle_windows(texts["held_out"], tokenizer, [0.0, 0.025, 0.05, 0.075, 0.1], 4, 0)
+    rows = {row["method"]: row for row in rope_config.evaluation if row["measure"] == "needle"}
+    assert set(rows) >= {"unscaled", "linear", "ntk", "yarn", search["method"]}
+    row = rows[search["method"]]
+    assert (row["length"], row["split"], row["tokens"]) == (NEEDLE_LENGTH, "held_out", sum(row["window_tokens"]))
+    for window, start in enumerate(needles.answer_starts):
+        ids = torch.from_numpy(needles.token_ids[window].astype(np.int64))
+        with torch.no_grad():
+            loss = model(input_ids=ids[None], labels=torch.where(torch.arange(len(ids)) < start, -100, ids)[None]).loss
+            made = model.generate(ids[None, :start], max_new_tokens=len(ids) - start, do_sample=False, pad_token_id=1)
+        assert row["window_tokens"][window] == len(ids) - start
+        assert row["window_nats"][window] / row["window_tokens"][window] == pytest.approx(float(loss), abs=1e-5)
+        assert row["window_right"][window] is bool(torch.equal(made[0], ids))
+    assert row["num_right"] == sum(row["window_right"])
+    (line,) = [
+        line
+        for line in out.partition("answers to 4 held-out needles")[2].splitlines()
+        if line.startswith(row["method"])
+    ][:1]
+    assert line.split() == [row["method"], perplexity_text(row["nats"], row["tokens"]), str(row["num_right"])]
+
+    monkeypatch.setattr("ropesearch.pipeline.load_model", lambda config: pytest.fail("loaded the weights"))
+    assert cli.main(words) == 0
+    assert RopeConfig.read(run) == rope_config and capsys.readouterr().out == out
+
+
+def test_needles_beside_text_and_a_guard(toy_folder: Path, corpus: Path, tmp_path: Path) -> None:
+    words = ["objective.needle_weight=0.25", "objective.lengths=[128,256]", "objective.needle_depths=[0.5]"]
+    words.append("objective.max_short_perplexity_increase=0.001")
+    assert cli.main(needle_words(toy_folder, corpus, tmp_path / "run", *words)) == 0
+    for _, _, (value,), _, _, _, kept in runs.trials_of(tmp_path / "run"):
+        edges, answered = kept["block_edges"], np.array([each is not None for each in kept["answered"]])
+        nats, tokens = np.array(kept["nats"]), np.array(kept["tokens"])
+        assert answered.sum() == 4 and len(answered) == 7
+
+        def mean(stop: int, rows: Any, edges: Any = edges, nats: Any = nats, tokens: Any = tokens) -> float:
+            return float(nats[rows, : edges.index(stop)].sum() / tokens[rows, : edges.index(stop)].sum())
+
+        text = (mean(128, ~answered) + mean(256, ~answered)) / 2
+        assert value == pytest.approx(0.25 * mean(256, answered) + 0.75 * text, rel=1e-12)
+    search = RopeConfig.read(tmp_path / "run").search
+    assert search["objective"]["guarded_tokens"] == toys.ORIGINAL_LENGTH
+    assert all("at depth 0.5" in name for name in search["documents"]["search"] if "with needle" in name)
+
+
+def test_needles_longer_than_the_target_are_refused_before_weights(
+    toy_folder: Path, corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("ropesearch.pipeline.load_model", lambda config: pytest.fail("loaded the weights"))
+    words = [*runs.search_words(toy_folder, corpus, tmp_path / "run"), "objective=needle"]
+    words[words.index(f"target_length={runs.TARGET_LENGTH}")] = "target_length=100"
+    assert cli.main(words) == 2
+    assert "a needle prompt needs at least" in capsys.readouterr().err
+    assert not (tmp_path / "run").exists()
 
 
 def test_an_objective_longer_than_short_inputs(toy_folder: Path, corpus: Path, tmp_path: Path) -> None:

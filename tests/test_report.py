@@ -12,7 +12,9 @@ import pytest
 from ropesearch.artifact.config import VerifyLevel
 from ropesearch.artifact.verify import Finding
 from ropesearch.evaluate.interval import paired_interval
+from ropesearch.evaluate.needle import NeedleEvaluation
 from ropesearch.evaluate.perplexity import Evaluation
+from ropesearch.evaluate.table import perplexity_text
 from ropesearch.report import EvaluateOutcome, SearchOutcome, VerifyOutcome
 from ropesearch.rope.regime import Regime
 from ropesearch.score.objective import Objective, Part
@@ -54,6 +56,7 @@ FINALISTS = [
     Finalist(8, "searched", REGIME, score(1.1), score(1.75)),
     Finalist(0, "unscaled", YARN, score(16.0), None, "not a number"),
 ]
+SCORES = {"unscaled": score(16.0), "yarn": score(1.5), "searched": score(1.0)}
 ROWS = [
     row("unscaled", TARGET_LENGTH, 8.0, 8.5),
     row("yarn", TARGET_LENGTH, 2.25, 2.0),
@@ -70,7 +73,7 @@ def outcome(**changes: Any) -> SearchOutcome:
         "regime": REGIME,
         "trial_number": 9,
         "method": "searched",
-        "search_scores": {"unscaled": score(16.0), "yarn": score(1.5), "searched": score(1.0)},
+        "search_scores": SCORES,
         "finalists": FINALISTS,
         "course": [(8, 1.1), (9, 1.0)],
         "num_trials": 12,
@@ -221,6 +224,33 @@ def test_lengths_and_guard_are_told() -> None:
     text = outcome(objective=objective, num_candidates_in_guard=0, finalists=finalists).to_text()
     assert "no candidate keeps it; on the selection windows searched is BEYOND it by 0.2500 nats per token" in text
     assert "guard" not in outcome().to_text() and "objective:" not in outcome().to_text()
+
+
+def test_answers_to_needles_have_a_table_of_their_own() -> None:
+    rows = [
+        NeedleEvaluation(
+            method=method, split="held_out", length=TARGET_LENGTH, nats=nats, tokens=4, num_right=right,
+            window_nats=(nats, 0.0), window_tokens=(3, 1), window_right=(right > 0, right > 1),
+        )
+        for method, nats, right in (("unscaled", 40.0, 0), ("searched", 2.0, 1))
+    ]  # fmt: skip
+    scores = {name: dataclasses.replace(SCORES[name], answered=(True,)) for name in SCORES}
+    finalists = [
+        dataclasses.replace(
+            each, selection_score=each.selection_score and dataclasses.replace(each.selection_score, answered=(True,))
+        )
+        for each in FINALISTS
+    ]
+    text = outcome(needle_rows=rows, objective=Objective(needle_weight=1.0), search_scores=scores, finalists=finalists)
+    lines = text.to_text().splitlines()
+    start = lines.index(f"answers to 2 held-out needles at {TARGET_LENGTH} tokens")
+    assert [line.split() for line in lines[start + 1 : start + 4]] == [
+        ["method", "perplexity", "right"],
+        ["unscaled", perplexity_text(40.0, 4), "0"],
+        ["searched", perplexity_text(2.0, 4), "1"],
+    ]
+    assert "objective: nats per token of the needles' answers (columns search and selection: its exponential)" in lines
+    assert "needles" not in outcome().to_text()
 
 
 def test_text_of_an_evaluation() -> None:

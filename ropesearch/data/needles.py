@@ -102,6 +102,7 @@ def make_needle(
     length_tokens: int,
     depth: float,
     rng: np.random.Generator,
+    prefix_ids: Sequence[int] | None = None,
 ) -> Needle:
     """One needle prompt of exactly length_tokens tokens. A pure function of its arguments and the state of rng.
 
@@ -111,13 +112,14 @@ def make_needle(
     Args:
         haystack_ids: (n,) token ids of prose without special tokens, at least as many as fit.
         depth: in [0, 1]; the needle stands before haystack token round(depth * number of haystack tokens used).
+        prefix_ids: what comes first; by default the special tokens that the tokenizer puts before every text.
 
     Raises:
         InputError: length_tokens leaves no room for the haystack, the haystack is too short, or depth is not in [0, 1].
     """
     _check_depth(depth)
     key, words = draw_words(rng)
-    prefix = tokenizer.encode("", add_special_tokens=True)
+    prefix = tokenizer.encode("", add_special_tokens=True) if prefix_ids is None else list(prefix_ids)
     needle, question, answer = fact_ids(tokenizer, key, words)
     num_haystack_tokens = length_tokens - len(prefix) - len(needle) - len(question) - len(answer)
     if num_haystack_tokens < 1:

@@ -26,6 +26,19 @@ class ScoringConfig:
         "objective is the weighted mean of their nats per token; empty: target_length alone",
     )
     length_weights: list[float] = setting([], "the weight of each of the lengths, above 0; empty: all the same")
+    needle_weight: float = setting(
+        0.0,
+        "the weight in a search's objective, from 0 to 1, of the nats per token of answers: a needle is hidden near "
+        "the start of a window, asked for at its end, and only the answer's tokens are scored; the windows of plain "
+        "text have the rest. 1: needles alone (LongRoPE2)",
+    )
+    num_needle_windows: int = setting(
+        10, "windows with a needle in each split, where needle_weight is above 0; their haystacks are its documents"
+    )
+    needle_depths: list[float] = setting(
+        [0.0, 0.025, 0.05, 0.075, 0.1],
+        "where needles stand, in turn, as parts of the haystack: 0 = before its first token, 1 = after its last",
+    )
     max_short_perplexity_increase: float | None = setting(
         None,
         "a search's guard on short inputs: a candidate whose perplexity on the first original_length tokens exceeds "
@@ -48,4 +61,15 @@ class ScoringConfig:
             raise InputError(
                 f"objective.last_tokens: expected from 1 to {length_tokens - 1} (windows have {length_tokens} tokens "
                 f"and the first is never scored), got {self.last_tokens}"
+            )
+        if not 0 <= self.needle_weight <= 1:
+            raise InputError(f"objective.needle_weight: expected a number from 0 to 1, got {self.needle_weight}")
+        if self.num_needle_windows < 1:
+            raise InputError(f"objective.num_needle_windows: expected at least 1, got {self.num_needle_windows}")
+        if not self.needle_depths or not all(0 <= depth <= 1 for depth in self.needle_depths):
+            raise InputError(f"objective.needle_depths: expected numbers from 0 to 1, got {self.needle_depths}")
+        if self.needle_weight == 1 and (self.lengths or self.length_weights):
+            raise InputError(
+                "objective.lengths: they weigh windows of plain text, which objective.needle_weight=1 leaves out; "
+                "leave them out too, or give plain text some weight"
             )

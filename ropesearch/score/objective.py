@@ -1,7 +1,8 @@
 """What a search minimises, and the guard that it must keep, as functions of one score.
 
 Under one table for all lengths, a token's nats in a causal model do not depend on what follows it. So the first tokens
-of a window score as they would alone, and every length is a sum over the same forward pass.
+of a window score as they would alone, and every length is a sum over the same forward pass. Needles (LongRoPE2, Shang
+et al. 2025, sec. 3.2) are windows of their own among the others: of them, only the answers at their ends count.
 """
 
 import math
@@ -27,6 +28,9 @@ class Part:
 class Objective:
     """The weighted mean of its parts' nats per token, and the guard; by default the mean over all that is scored.
 
+    The nats per token of the windows' answers have `needle_weight` in [0, 1], all that comes from windows without an
+    answer the rest. With a weight of 1 and no guard, windows without an answer are not needed.
+
     With a guard, the first `guarded_tokens` of each window may have at most exp(tolerance_nats) times the perplexity
     that the unscaled model has on them.
     """
@@ -34,17 +38,36 @@ class Objective:
     parts: Sequence[Part] = ()
     guarded_tokens: int | None = None
     tolerance_nats: float = 0.0
+    needle_weight: float = 0.0
 
     @property
     def spans(self) -> list[tuple[int, int]] | None:
-        """The positions that have to be scored and summed by themselves, or None for all alike."""
-        if not self.parts:
-            return None
+        """The positions of windows without an answer that have to be scored and summed by themselves, or None for all
+        alike."""
         guarded = [] if self.guarded_tokens is None else [(0, self.guarded_tokens)]
-        return [*((part.start, part.length) for part in self.parts), *guarded]
+        return [*((part.start, part.length) for part in self.parts), *guarded] or None
+
+    @property
+    def needs_text(self) -> bool:
+        """Whether anything of windows without an answer counts."""
+        return self.needle_weight < 1 or self.guarded_tokens is not None
 
     def value(self, score: Score) -> float:
-        """Nats per token, the less the better, from a score of `spans`."""
+        """Nats per token, the less the better, from a score of `spans` and of the answers that have a weight.
+
+        Raises InputError for a score of windows without what counts.
+        """
+        if not self.needle_weight:
+            return self._text_value(score)
+        needles = score.of_windows(with_answer=True)
+        if needles is None:
+            raise InputError("objective: expected a score of windows with answers, which have a weight, got none")
+        if self.needle_weight == 1:
+            return needles.nats_per_token
+        parts = self.needle_weight * needles.nats_per_token, (1 - self.needle_weight) * self._text_value(_text(score))
+        return math.fsum(parts)
+
+    def _text_value(self, score: Score) -> float:
         if not self.parts:
             return score.nats_per_token
         weighted = math.fsum(part.weight * span_nats_per_token(score, part.start, part.length) for part in self.parts)
@@ -60,8 +83,8 @@ class Objective:
             return None
         if unscaled is None:
             raise InputError("objective: expected the unscaled model's score, which the guard is measured against")
-        allowed = span_nats_per_token(unscaled, 0, self.guarded_tokens) + self.tolerance_nats
-        return span_nats_per_token(score, 0, self.guarded_tokens) - allowed
+        allowed = span_nats_per_token(_text(unscaled), 0, self.guarded_tokens) + self.tolerance_nats
+        return span_nats_per_token(_text(score), 0, self.guarded_tokens) - allowed
 
     def to_json(self) -> dict[str, Any]:
         """What makes its values, as JSON values."""
@@ -69,6 +92,7 @@ class Objective:
             "parts": [{"start": part.start, "length": part.length, "weight": part.weight} for part in self.parts],
             "guarded_tokens": self.guarded_tokens,
             "tolerance_nats": self.tolerance_nats,
+            "needle_weight": self.needle_weight,
         }
 
     def to_text(self) -> str:
@@ -79,6 +103,10 @@ class Objective:
             for part in self.parts
         ]
         text = "nats per token" + (f", weighted {', '.join(named)}" if named else " of all scored tokens")
+        if self.needle_weight == 1:
+            text = "nats per token of the needles' answers"
+        elif self.needle_weight:
+            text = f"{self.needle_weight:.3g} of nats per token of the needles' answers, the rest {text} of plain text"
         if self.guarded_tokens is None:
             return text
         increase = math.expm1(self.tolerance_nats)
@@ -111,8 +139,9 @@ def objective_of(config: ScoringConfig, target_length: int, original_length: int
         raise InputError(
             f"objective.max_short_perplexity_increase: expected at least 0, or null for no guard, got {increase}"
         )
+    needle_weight = config.needle_weight
     if not config.lengths and increase is None:
-        return Objective()
+        return Objective(needle_weight=needle_weight)
     if config.last_tokens is not None and config.last_tokens >= min(lengths):
         raise InputError(
             f"objective.last_tokens: expected fewer than the {min(lengths)} tokens of the shortest of "
@@ -121,10 +150,22 @@ def objective_of(config: ScoringConfig, target_length: int, original_length: int
     parts = [
         Part(length=length, weight=weight, start=0 if config.last_tokens is None else length - config.last_tokens)
         for length, weight in zip(lengths, weights or [1.0] * len(lengths), strict=True)
+        if needle_weight < 1
     ]
-    if increase is None:
-        return Objective(parts=tuple(parts))
-    return Objective(parts=tuple(parts), guarded_tokens=original_length, tolerance_nats=math.log1p(increase))
+    return Objective(
+        parts=tuple(parts),
+        guarded_tokens=None if increase is None else original_length,
+        tolerance_nats=0.0 if increase is None else math.log1p(increase),
+        needle_weight=needle_weight,
+    )
+
+
+def _text(score: Score) -> Score:
+    """The part of a score that comes from windows without an answer."""
+    text = score.of_windows(with_answer=False)
+    if text is None:
+        raise InputError("objective: expected a score of windows of plain text too, got answers alone")
+    return text
 
 
 def span_nats_per_token(score: Score, start: int, stop: int) -> float:

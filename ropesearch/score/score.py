@@ -1,7 +1,7 @@
 """A score: the nats and tokens of windows, by window and by position block. Sums are kept to the end."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,12 +18,16 @@ class Score:
     Block b holds the tokens at positions block_edges[b] .. block_edges[b + 1] - 1 of a window; `block_edges` is int64,
     of shape (num_blocks + 1,), from 0 to the window's length. Blocks without a scored token hold 0 nats and 0 tokens.
 
+    `answered` says for each window that ends in an answer, of which only that was scored, whether each of its tokens
+    was the model's most likely one; None stands for a window without an answer. It is empty where none has one.
+
     Raises InputError when shapes do not fit, a number is not finite or negative, or a window has no scored token.
     """
 
     nats: NDArray[np.float64]
     tokens: NDArray[np.int64]
     block_edges: NDArray[np.int64]
+    answered: Sequence[bool | None] = ()
 
     def __post_init__(self) -> None:
         for name, kind in (("nats", np.float64), ("tokens", np.int64), ("block_edges", np.int64)):
@@ -45,6 +49,8 @@ class Score:
             raise InputError("score: expected at least one scored token in every window")
         if (self.nats[self.tokens == 0] != 0).any():
             raise InputError("score: expected 0 nats in blocks without a scored token")
+        _check_answered(self.answered, len(self.nats))
+        object.__setattr__(self, "answered", tuple(self.answered))
 
     @property
     def total_nats(self) -> float:
@@ -78,12 +84,24 @@ class Score:
         sums: NDArray[np.int64] = self.tokens.sum(axis=1)
         return sums
 
+    def of_windows(self, *, with_answer: bool) -> "Score | None":
+        """The score of those windows that end in an answer, or of the others; None where there are none."""
+        rows = [index for index in range(len(self.nats)) if self._has_answer(index) is with_answer]
+        if not rows:
+            return None
+        answered = [self.answered[index] for index in rows] if with_answer else ()
+        return Score(self.nats[rows], self.tokens[rows], self.block_edges, answered)
+
+    def _has_answer(self, index: int) -> bool:
+        return bool(self.answered) and self.answered[index] is not None
+
     def to_json(self) -> dict[str, Any]:
         """The score as JSON values; `from_json` gives back exactly the same numbers."""
         return {
             "block_edges": self.block_edges.tolist(),
             "nats": self.nats.tolist(),
             "tokens": self.tokens.tolist(),
+            **({"answered": list(self.answered)} if self.answered else {}),
         }
 
     @classmethod
@@ -92,9 +110,9 @@ class Score:
         if not isinstance(value, Mapping):
             raise InputError(f"score: expected a JSON object, got {type(value).__name__}")
         keys = {"block_edges", "nats", "tokens"}
-        if set(value) != keys:
+        if set(value) - {"answered"} != keys:
             raise InputError(f"score: expected the keys {sorted(keys)}, got {sorted(map(str, value))}")
-        return cls(nats=value["nats"], tokens=value["tokens"], block_edges=value["block_edges"])
+        return cls(value["nats"], value["tokens"], value["block_edges"], value.get("answered", ()))
 
 
 def perplexity(nats: float, tokens: int) -> float:
@@ -103,6 +121,13 @@ def perplexity(nats: float, tokens: int) -> float:
         return math.exp(nats / tokens)
     except OverflowError:
         return math.inf
+
+
+def _check_answered(answered: Any, num_windows: int) -> None:
+    if not isinstance(answered, (list, tuple)) or (answered and len(answered) != num_windows):
+        raise InputError(f"score: expected answered empty or for each of {num_windows} windows, got {answered}")
+    if not all(each is None or isinstance(each, bool) for each in answered):
+        raise InputError(f"score: expected true, false or none for each window's answer, got {answered}")
 
 
 def _frozen_array(name: str, values: ArrayLike, kind: type[np.float64] | type[np.int64]) -> NDArray[Any]:

@@ -10,7 +10,7 @@ import inspect
 import logging
 from collections.abc import Callable, Sequence
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
@@ -48,7 +48,8 @@ def score_windows(
     """Score `windows` under whatever table is installed; `on_window(index)` is called when a window is done.
 
     Scored are the positions start .. stop - 1 of `spans`, which become edges of blocks beside the equal ones; without,
-    those that `config` says. The rest of a window does not influence them.
+    those that `config` says. The rest of a window does not influence them, and what follows the last of them does not
+    go through the model. Of a window that ends in an answer only that is scored, and whether it is the model's choice.
 
     Position 0 of a window is never scored: nothing predicts it. The logits are float32 in the loss whatever the model's
     dtype; nats are summed in float64. Raises InputError for a configuration or token ids that do not fit, ScoringError
@@ -62,25 +63,35 @@ def score_windows(
         spans = [(0 if config.last_tokens is None else length_tokens - config.last_tokens, length_tokens)]
     else:
         edges = np.union1d(edges, np.array(spans, dtype=np.int64))
+    blocks = [slice(start, stop) for start, stop in pairwise(edges.tolist())]
+    nats = np.zeros((windows.num_windows, len(blocks)), dtype=np.float64)
+    tokens = np.zeros(nats.shape, dtype=np.int64)
+    answered: list[bool | None] = []
+    chunk_tokens = length_tokens if config.chunk_tokens is None else min(config.chunk_tokens, length_tokens)
+    for index in range(windows.num_windows):
+        answer_start = windows.answer_start(index)
+        scored = _scored_positions(length_tokens, [(answer_start, length_tokens)] if answer_start else spans)
+        first_scored = int(np.argmax(scored))
+        token_ids = torch.from_numpy(windows.token_ids[index, : len(scored)].astype(np.int64))
+        outcome, chunk_tokens = _in_memory(loaded.model, token_ids, first_scored, chunk_tokens, bool(answer_start))
+        _check_finite(outcome.nats, index, windows.documents[index], first_scored, edges)
+        position_nats = np.concatenate([np.zeros(first_scored), outcome.nats])
+        for place, block in enumerate(blocks):
+            nats[index, place] = position_nats[block][scored[block]].sum()
+            tokens[index, place] = scored[block].sum()
+        answered.append(outcome.all_chosen)
+        if on_window is not None:
+            on_window(index)
+    return Score(nats=nats, tokens=tokens, block_edges=edges, answered=answered if any(windows.answer_starts) else ())
+
+
+def _scored_positions(length_tokens: int, spans: Sequence[tuple[int, int]]) -> NDArray[np.bool_]:
+    """Whether each position up to the last scored one is scored; position 0 never is."""
     scored = np.zeros(length_tokens, dtype=np.bool_)
     for start, stop in spans:
         scored[start:stop] = True
     scored[0] = False
-    first_scored = int(np.argmax(scored))
-    blocks = [slice(start, stop) for start, stop in pairwise(edges.tolist())]
-    nats = np.zeros((windows.num_windows, len(blocks)), dtype=np.float64)
-    chunk_tokens = length_tokens if config.chunk_tokens is None else min(config.chunk_tokens, length_tokens)
-    for index in range(windows.num_windows):
-        token_ids = torch.from_numpy(windows.token_ids[index].astype(np.int64))
-        scored_nats, chunk_tokens = _nats_in_memory(loaded.model, token_ids, first_scored, chunk_tokens)
-        _check_finite(scored_nats, index, windows.documents[index], first_scored, edges)
-        position_nats = np.concatenate([np.zeros(first_scored), scored_nats])
-        for place, block in enumerate(blocks):
-            nats[index, place] = position_nats[block][scored[block]].sum()
-        if on_window is not None:
-            on_window(index)
-    tokens = np.broadcast_to(np.array([scored[block].sum() for block in blocks]), nats.shape)
-    return Score(nats=nats, tokens=tokens, block_edges=edges)
+    return scored[: max(stop for _, stop in spans)]
 
 
 def block_edges(length_tokens: int, num_blocks: int) -> NDArray[np.int64]:
@@ -88,9 +99,11 @@ def block_edges(length_tokens: int, num_blocks: int) -> NDArray[np.int64]:
     return np.arange(num_blocks + 1, dtype=np.int64) * length_tokens // num_blocks
 
 
-def forward_equivalent_tokens(windows: "Windows") -> int:
-    """What scoring `windows` once costs, in tokens through the model."""
-    return windows.num_windows * windows.length_tokens
+def forward_equivalent_tokens(windows: "Windows", spans: Sequence[tuple[int, int]] | None = None) -> int:
+    """What scoring `windows` (and of those without an answer, `spans`) once costs, in tokens through the model."""
+    length_tokens = windows.length_tokens
+    last = length_tokens if spans is None else max(stop for _, stop in spans)
+    return sum(length_tokens if windows.answer_start(index) else last for index in range(windows.num_windows))
 
 
 def scoring_identity(
@@ -147,15 +160,23 @@ def prove_scorer(loaded: "LoadedModel") -> None:
             )
 
 
-def _nats_in_memory(
-    model: Any, token_ids: torch.Tensor, first_scored: int, chunk_tokens: int
-) -> tuple[NDArray[np.float64], int]:
-    """Nats of one window and the chunk they were computed with: `chunk_tokens`, or less where memory runs out."""
+class _Outcome(NamedTuple):
+    """The nats of a window's tokens from the first scored one on, float64, and whether each of these tokens was the
+    model's most likely one (None where that was not asked)."""
+
+    nats: NDArray[np.float64]
+    all_chosen: bool | None
+
+
+def _in_memory(
+    model: Any, token_ids: torch.Tensor, first_scored: int, chunk_tokens: int, with_choices: bool
+) -> tuple[_Outcome, int]:
+    """The outcome of one window and the chunk it was computed with: `chunk_tokens`, or less where memory runs out."""
     tried = []
     while True:
-        nats, problem = _attempt(model, token_ids, first_scored, chunk_tokens)
-        if nats is not None:
-            return nats, chunk_tokens
+        outcome, problem = _attempt(model, token_ids, first_scored, chunk_tokens, with_choices)
+        if outcome is not None:
+            return outcome, chunk_tokens
         tried.append(chunk_tokens)
         if chunk_tokens <= _SMALLEST_CHUNK_TOKENS:
             raise ScoringError(f"out of memory with chunks of {', '.join(map(str, tried))} tokens: {problem}")
@@ -166,11 +187,11 @@ def _nats_in_memory(
 
 
 def _attempt(
-    model: Any, token_ids: torch.Tensor, first_scored: int, chunk_tokens: int
-) -> tuple[NDArray[np.float64] | None, str]:
+    model: Any, token_ids: torch.Tensor, first_scored: int, chunk_tokens: int, with_choices: bool
+) -> tuple[_Outcome | None, str]:
     # A function of its own: when it returns, the failed attempt's tensors are no longer held by the exception.
     try:
-        return _window_nats(model, token_ids, first_scored, chunk_tokens), ""
+        return _window_outcome(model, token_ids, first_scored, chunk_tokens, with_choices), ""
     except (RuntimeError, MemoryError) as error:
         text = str(error)
         if not (isinstance(error, MemoryError) or any(known in text.lower() for known in _OUT_OF_MEMORY_TEXTS)):
@@ -178,11 +199,13 @@ def _attempt(
         return None, text.strip().partition("\n")[0] or type(error).__name__
 
 
-def _window_nats(model: Any, token_ids: torch.Tensor, first_scored: int, chunk_tokens: int) -> NDArray[np.float64]:
-    """Nats of the tokens at first_scored .. length - 1 of one window, from int64 token ids of shape (length,)."""
+def _window_outcome(
+    model: Any, token_ids: torch.Tensor, first_scored: int, chunk_tokens: int, with_choices: bool
+) -> _Outcome:
+    """What comes of the tokens at first_scored .. length - 1 of one window, from int64 token ids of shape (length,)."""
     num_tokens = len(token_ids)
     cache = _new_cache(model) if chunk_tokens < num_tokens else None
-    pieces = []
+    pieces, chosen = [], []
     with torch.inference_mode():
         # The last token, which predicts nothing here, goes through the model all the same: products in low precision
         # depend on the shape, and so these are the hidden states that the model's own loss is made from.
@@ -195,10 +218,13 @@ def _window_nats(model: Any, token_ids: torch.Tensor, first_scored: int, chunk_t
             )  # what this chunk predicts and is scored
             if first <= last:
                 targets = token_ids[first : last + 1]
-                pieces.append(_head_nats(model, hidden_states[first - 1 - start : last - start], targets))
+                predicting = hidden_states[first - 1 - start : last - start]
+                pieces.append(_head_nats(model, predicting, targets))
+                if with_choices:
+                    chosen.append(bool(torch.equal(_logits(model, predicting).argmax(dim=-1).cpu(), targets)))
             del hidden_states
-        nats: NDArray[np.float64] = torch.cat(pieces).to(device="cpu", dtype=torch.float64).numpy()
-        return nats
+        nats = torch.cat(pieces).to(device="cpu", dtype=torch.float64).numpy()
+        return _Outcome(nats, all(chosen) if with_choices else None)
 
 
 def _hidden_states(model: Any, token_ids: torch.Tensor, cache: Any) -> torch.Tensor:

@@ -1,3 +1,4 @@
+import hashlib
 from pathlib import Path
 from typing import Any
 
@@ -7,8 +8,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ropesearch.data.config import SPLITS, CorpusConfig
-from ropesearch.data.windows import Windows, build_windows, check_vocabulary
+from ropesearch.data.needles import draw_words, fact_ids
+from ropesearch.data.windows import Windows, build_windows, check_vocabulary, needle_windows
 from ropesearch.errors import InputError
+from ropesearch.files import sha256_of_json
+from ropesearch.seeding import stream
 from tests.data.conftest import prose
 
 TOKENS = st.integers(1, 4).flatmap(
@@ -200,3 +204,86 @@ def test_vocabulary() -> None:
         InputError, match=r"below 99, .* got 99 in the search windows; the tokenizer belongs to another"
     ):
         check_vocabulary(windows, 99)
+
+
+@pytest.fixture(scope="module")
+def long_corpus(tmp_path_factory: pytest.TempPathFactory) -> CorpusConfig:
+    folder = tmp_path_factory.mktemp("long")
+    for i in range(12):
+        (folder / f"{i}.txt").write_text(prose(i, 400))
+    return CorpusConfig(path=str(folder), num_search_windows=4, num_selection_windows=3, num_held_out_windows=2)
+
+
+@pytest.mark.parametrize("with_bos", [True, False])
+def test_needle_windows_hold_the_whole_needle_and_end_in_its_answer(
+    request: pytest.FixtureRequest, long_corpus: CorpusConfig, with_bos: bool
+) -> None:
+    """Every token of every window is accounted for: BOS, haystack with the needle in it, question, answer."""
+    tokenizer = request.getfixturevalue("tokenizer" if with_bos else "tokenizer_without_bos")
+    texts = build_windows(long_corpus, tokenizer, 220, 0, None)["search"]
+    depths = [0.0, 0.05, 1.0]
+    needles = needle_windows(texts, tokenizer, depths, 9, 0)
+    assert needles.token_ids.shape == (9, 220) and needles.has_bos is with_bos and needles.split == "search"
+    keys, met = set(), set()
+    for index, row in enumerate(needles.token_ids.tolist()):
+        document = index % 4
+        key, words = draw_words(stream(0, "needles/search", index))
+        start = needles.answer_start(index)
+        sentence, question, answer = fact_ids(tokenizer, key, words)
+        assert row[start:] == answer  # to the last token
+        assert row[start - len(question) : start] == question
+        depth = depths[(index + index // 4) % 3]
+        first, num_haystack = int(with_bos), start - len(question) - len(sentence) - int(with_bos)
+        at = first + round(depth * num_haystack)
+        assert row[at : at + len(sentence)] == sentence
+        haystack = [*row[first:at], *row[at + len(sentence) : start - len(question)]]
+        assert haystack == texts.token_ids[document, first : first + num_haystack].tolist()
+        assert row[:first] == texts.token_ids[0, :first].tolist()
+        assert needles.documents[index] == f"{texts.documents[document]} with needle {index} ({key}) at depth {depth:g}"
+        keys.add(key)
+        met.add((document, depth))
+    assert len(keys) > 5 and len(met) == 9  # other keys; no document twice at the same depth
+
+
+def test_needles_are_drawn_by_seed_and_split(tokenizer: Any, long_corpus: CorpusConfig) -> None:
+    texts = build_windows(long_corpus, tokenizer, 220, 0, None)
+    first, again, other = (needle_windows(texts["search"], tokenizer, [0.0], 3, seed) for seed in (0, 0, 1))
+    assert first.fingerprint == again.fingerprint != other.fingerprint
+    longer = needle_windows(texts["search"], tokenizer, [0.0], 7, 0)
+    np.testing.assert_array_equal(longer.token_ids[:3], first.token_ids)
+    in_selection = needle_windows(texts["selection"], tokenizer, [0.0], 3, 0)
+    assert {name.split("(")[1] for name in first.documents} != {name.split("(")[1] for name in in_selection.documents}
+
+
+def test_windows_too_short_for_a_needle_are_refused(tokenizer: Any, long_corpus: CorpusConfig) -> None:
+    texts = build_windows(long_corpus, tokenizer, 30, 0, None)["search"]
+    with pytest.raises(InputError, match=r"a needle prompt needs at least \d+ tokens .* got length_tokens=30"):
+        needle_windows(texts, tokenizer, [0.0], 1, 0)
+
+
+def test_the_fingerprint_covers_answers_and_leaves_plain_windows_theirs() -> None:
+    rows = [[0, 1, 2, 3], [0, 4, 5, 6]]
+    plain, answered, later = make(rows), make(rows, answer_starts=(0, 2)), make(rows, answer_starts=(0, 3))
+    assert len({plain.fingerprint, answered.fingerprint, later.fingerprint}) == 3
+    tokens = hashlib.sha256(np.array(rows, dtype="<i4").tobytes()).hexdigest()
+    assert plain.fingerprint == sha256_of_json(["search", 4, ["0.txt", "1.txt"], True, tokens])
+    assert [plain.answer_start(1), answered.answer_start(0), answered.answer_start(1)] == [0, 0, 2]
+    with pytest.raises(InputError, match="end in answers and cannot be cut"):
+        answered.cut(3)
+    for starts in ((1,), (0, 4), (-1, 2)):
+        with pytest.raises(InputError, match="answer_starts"):
+            make(rows, answer_starts=starts)
+
+
+def test_joined_windows_are_spread_among_each_other() -> None:
+    plain = make([[0, each] for each in range(1, 6)])
+    needles = make([[0, 8], [0, 9]], documents=("a", "b"), answer_starts=(1, 1))
+    joined = plain.joined(needles)
+    assert joined.token_ids[:, 1].tolist() == [1, 8, 2, 3, 4, 9, 5]
+    assert joined.answer_starts == (0, 1, 0, 0, 0, 1, 0)
+    assert joined.documents == ("0.txt", "a", "1.txt", "2.txt", "3.txt", "b", "4.txt")
+    for others in (make([[0, 8, 9]], documents=("a",)), make([[0, 8]], documents=("a",), split="selection")):
+        with pytest.raises(InputError, match="of the same split, length and BOS"):
+            plain.joined(others)
+    with pytest.raises(InputError, match="a document twice"):
+        plain.joined(plain)

@@ -33,14 +33,15 @@ def broken_for(patch: pytest.MonkeyPatch, methods: set[str], break_nats: Callabl
         now[0] = regime.name
         return installed(loaded, regime)
 
-    window_nats = scorer._window_nats
+    window_outcome = scorer._window_outcome
 
     def broken(model: Any, token_ids: Any, *arguments: Any) -> Any:
-        nats = window_nats(model, token_ids, *arguments)
-        return break_nats(nats) if now[0] in methods and len(token_ids) >= tokens else nats
+        outcome = window_outcome(model, token_ids, *arguments)
+        breaks = now[0] in methods and len(token_ids) >= tokens
+        return outcome._replace(nats=break_nats(outcome.nats)) if breaks else outcome
 
     patch.setattr(pipeline, "installed", noted)
-    patch.setattr(scorer, "_window_nats", broken)
+    patch.setattr(scorer, "_window_outcome", broken)
 
 
 def not_a_number(nats: Any) -> Any:
@@ -90,14 +91,14 @@ def test_memory_that_suffices_for_smaller_chunks_scores_the_candidate(
     """The same values as with the chunks that were asked for, as far as chunks leave them."""
     whole = runs.search_words(toy_folder, corpus, tmp_path / "whole", 2)
     assert cli.main(whole) == 0
-    window_nats = scorer._window_nats
+    window_outcome = scorer._window_outcome
 
-    def limited(model: Any, token_ids: Any, first_scored: int, chunk_tokens: int) -> Any:
+    def limited(model: Any, token_ids: Any, first_scored: int, chunk_tokens: int, with_choices: bool) -> Any:
         if chunk_tokens > 32:
             raise torch.OutOfMemoryError("out of memory")
-        return window_nats(model, token_ids, first_scored, chunk_tokens)
+        return window_outcome(model, token_ids, first_scored, chunk_tokens, with_choices)
 
-    monkeypatch.setattr(scorer, "_window_nats", limited)
+    monkeypatch.setattr(scorer, "_window_outcome", limited)
     monkeypatch.setattr(scorer, "_SMALLEST_CHUNK_TOKENS", 32)
     assert cli.main(runs.search_words(toy_folder, corpus, tmp_path / "run", 2)) == 0
     found, expected = runs.trials_of(tmp_path / "run"), runs.trials_of(tmp_path / "whole")
@@ -126,7 +127,7 @@ def test_a_result_that_fails_on_the_held_out_windows_is_no_result(
         kept = pipeline._Scorer.kept
 
         def failing(self: Any, *arguments: Any) -> Any:
-            patch.setattr(scorer, "_window_nats", lambda *_: np.array([math.nan]))
+            patch.setattr(scorer, "_window_outcome", lambda *_: scorer._Outcome(np.array([math.nan]), None))
             return kept(self, *arguments)
 
         patch.setattr(pipeline._Scorer, "kept", failing)

@@ -81,6 +81,61 @@ def test_impossible_objectives_are_refused(config: ScoringConfig, message: str) 
         objective_of(config, 16, 4)
 
 
+# Two windows of text as in SCORE, and two answers: 3 tokens of 6 nats and 1 token of 4.
+NEEDLES = Score(
+    nats=np.array([[3.0, 8.0, 30.0], [0.0, 0.0, 6.0], [6.0, 12.0, 10.0], [0.0, 0.0, 4.0]]),
+    tokens=np.array([[3, 4, 8], [0, 0, 3], [3, 4, 8], [0, 0, 1]]),
+    block_edges=np.array([0, 4, 8, 16]),
+    answered=(None, True, None, False),
+)
+
+
+def test_needles_have_their_weight_by_token() -> None:
+    alone = objective_of(ScoringConfig(needle_weight=1.0), 16, 4)
+    assert alone.spans is None and not alone.needs_text
+    assert alone.value(NEEDLES) == 10 / 4  # not the mean of 2 and 4
+    answers = NEEDLES.of_windows(with_answer=True)
+    assert answers is not None and alone.value(answers) == 10 / 4
+    some = objective_of(ScoringConfig(needle_weight=0.25), 16, 4)
+    assert some.spans is None and some.needs_text
+    assert some.value(NEEDLES) == pytest.approx(0.25 * 10 / 4 + 0.75 * 69 / 30, rel=1e-15)
+    lengths = objective_of(ScoringConfig(needle_weight=0.25, lengths=[4, 16], length_weights=[3.0, 1.0]), 16, 8)
+    text = (3 * (9 / 6) + 1 * (69 / 30)) / 4
+    assert lengths.value(NEEDLES) == pytest.approx(0.25 * 10 / 4 + 0.75 * text, rel=1e-15)
+    assert [each.to_json()["needle_weight"] for each in (alone, some, Objective())] == [1.0, 0.25, 0.0]
+    assert alone.to_text() == "nats per token of the needles' answers"
+    assert some.to_text().startswith("0.25 of nats per token of the needles' answers, the rest nats per token of all")
+    for objective, score in ((some, SCORE), (alone, SCORE), (some, answers)):
+        with pytest.raises(InputError, match="objective: expected a score of"):
+            objective.value(score)
+
+
+def test_a_guard_beside_needles_needs_the_first_tokens_of_plain_text_only() -> None:
+    objective = objective_of(ScoringConfig(needle_weight=1.0, max_short_perplexity_increase=0.05), 16, 4)
+    assert objective.spans == [(0, 4)] and objective.needs_text and objective.parts == ()
+    assert objective.value(NEEDLES) == 10 / 4
+    assert objective.excess_nats(NEEDLES, NEEDLES) == pytest.approx(-math.log(1.05))
+    answers = NEEDLES.of_windows(with_answer=True)
+    with pytest.raises(InputError, match="plain text too"):
+        objective.excess_nats(answers, NEEDLES)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        (ScoringConfig(needle_weight=-0.1), "needle_weight: expected a number from 0 to 1"),
+        (ScoringConfig(needle_weight=math.nan), "needle_weight: expected a number from 0 to 1"),
+        (ScoringConfig(num_needle_windows=0), "num_needle_windows: expected at least 1"),
+        (ScoringConfig(needle_depths=[]), "needle_depths: expected numbers from 0 to 1"),
+        (ScoringConfig(needle_depths=[0.5, 1.5]), "needle_depths: expected numbers from 0 to 1"),
+        (ScoringConfig(needle_weight=1.0, lengths=[8, 16]), "which objective.needle_weight=1 leaves out"),
+    ],
+)
+def test_impossible_needles_are_refused(config: ScoringConfig, message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        config.check(16)
+
+
 def test_a_span_between_edges_is_refused() -> None:
     with pytest.raises(InputError, match="block edges at 0 and 5"):
         span_nats_per_token(SCORE, 0, 5)

@@ -112,3 +112,25 @@ def test_scoring_config_is_checked(config: ScoringConfig, message: str) -> None:
 def test_scoring_config_allows_its_bounds() -> None:
     ScoringConfig(num_blocks=16, last_tokens=15, chunk_tokens=1).check(length_tokens=16)
     ScoringConfig(num_blocks=1).check(length_tokens=2)
+
+
+MIXED = Score(SCORE.nats, SCORE.tokens, SCORE.block_edges, (None, True))
+
+
+def test_answers_divide_a_score() -> None:
+    for score, text, answers in ((MIXED, [2.5], [40.0]), (SCORE, [2.5, 40.0], None)):
+        of_text, of_answers = score.of_windows(with_answer=False), score.of_windows(with_answer=True)
+        assert of_text is not None and of_text.window_nats.tolist() == text and of_text.answered == ()
+        assert (of_answers and of_answers.window_nats.tolist()) == answers
+    only = MIXED.of_windows(with_answer=True)
+    assert only is not None and only.answered == (True,) and only.of_windows(with_answer=False) is None
+    assert only.block_edges.tolist() == SCORE.block_edges.tolist() and only.tokens.tolist() == [[0, 4]]
+
+
+def test_answers_survive_json_and_only_where_there_are_some() -> None:
+    assert set(SCORE.to_json()) == {"block_edges", "nats", "tokens"} and Score.from_json(SCORE.to_json()).answered == ()
+    assert MIXED.to_json()["answered"] == [None, True]
+    assert Score.from_json(json.loads(json.dumps(MIXED.to_json()))).answered == (None, True)
+    for answered in ([True], [0, 1], ["yes", None], "no", {"a": 1}):
+        with pytest.raises(InputError, match="score: expected"):
+            Score.from_json({**SCORE.to_json(), "answered": answered})

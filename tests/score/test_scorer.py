@@ -426,3 +426,70 @@ def test_the_benchmark_runs(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Capt
         float(printed.split(f"{name} ")[1].split(",")[0].split()[0]) for name in ("token: plain", ", score")
     )
     assert score == pytest.approx(plain, abs=1e-5)
+
+
+def needles(answer_starts: tuple[int, ...] = (90, 0, 93, 95), seed: int = 4) -> Windows:
+    return dataclasses.replace(random_windows(num_windows=len(answer_starts), seed=seed), answer_starts=answer_starts)
+
+
+@pytest.mark.parametrize("chunk_tokens", [None, 17, 92])
+@pytest.mark.parametrize("spans", [None, [(0, 20), (0, 50)]], ids=["whole", "spans"])
+def test_of_answers_the_last_tokens_alone_are_scored(
+    toy_loaded: LoadedModel, chunk_tokens: int | None, spans: list[tuple[int, int]] | None
+) -> None:
+    """Against the float64 reference, token by token: one window is plain text, the others end in answers."""
+    windows = needles()
+    score = score_windows(toy_loaded, windows, ScoringConfig(chunk_tokens=chunk_tokens, num_blocks=6), spans=spans)
+    nats = reference_nats(toy_loaded.model, windows)
+    for window, start in enumerate(windows.answer_starts):
+        scored = range(start, LENGTH) if start else range(1, LENGTH if spans is None else 50)
+        for block, (first, stop) in enumerate(zip(score.block_edges[:-1], score.block_edges[1:], strict=True)):
+            places = [place for place in scored if first <= place < stop]
+            assert score.tokens[window, block] == len(places)
+            assert score.nats[window, block] == pytest.approx(nats[window, places].sum(), abs=2e-5 * (1 + len(places)))
+    assert score.window_tokens.tolist() == [6, 95 if spans is None else 49, 3, 1]
+    assert score.answered[1] is None and None not in (score.answered[0], *score.answered[2:])
+
+
+def test_needles_equal_transformers_loss_with_masked_labels(toy_loaded: LoadedModel) -> None:
+    windows = needles((90,))
+    input_ids = torch.from_numpy(windows.token_ids.astype(np.int64))
+    labels = torch.where(torch.arange(LENGTH) < 90, -100, input_ids)
+    with torch.no_grad():
+        loss = float(toy_loaded.model(input_ids=input_ids, labels=labels).loss)
+    assert score_windows(toy_loaded, windows, ScoringConfig()).nats_per_token == pytest.approx(loss, abs=1e-5)
+
+
+@pytest.mark.parametrize("chunk_tokens", [None, 92, 5])
+def test_an_answer_is_right_where_greedy_decoding_gives_it(toy_loaded: LoadedModel, chunk_tokens: int | None) -> None:
+    """Answers made by transformers' generate are right; with any one token changed, they are not."""
+    prompts = random_windows(num_windows=1, seed=9).token_ids[:, :90]
+    with torch.no_grad():
+        made = toy_loaded.model.generate(
+            torch.from_numpy(prompts.astype(np.int64)), max_new_tokens=6, min_new_tokens=6, do_sample=False,
+            pad_token_id=1, suppress_tokens=None,
+        ).numpy()  # fmt: skip
+    rows = np.repeat(made, 7, axis=0).astype(np.int32)
+    for place in range(6):
+        rows[1 + place, 90 + place] = (rows[1 + place, 90 + place] + 1) % toys.VOCABULARY_TOKENS
+    windows = Windows("search", LENGTH, rows, tuple("abcdefg"), True, answer_starts=(90,) * 7)
+    score = score_windows(toy_loaded, windows, ScoringConfig(chunk_tokens=chunk_tokens))
+    assert score.answered == (True, *[False] * 6)
+
+
+def test_what_follows_the_last_scored_token_costs_nothing(
+    toy_loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[int] = []
+    hidden_states = scorer._hidden_states
+
+    def counted(model: Any, token_ids: Any, cache: Any) -> Any:
+        seen.append(len(token_ids))
+        return hidden_states(model, token_ids, cache)
+
+    monkeypatch.setattr(scorer, "_hidden_states", counted)
+    windows = needles()
+    score_windows(toy_loaded, windows, ScoringConfig(), spans=[(0, 20), (0, 50)])
+    assert seen == [LENGTH, 50, LENGTH, LENGTH]
+    assert forward_equivalent_tokens(windows, [(0, 20), (0, 50)]) == 3 * LENGTH + 50
+    assert forward_equivalent_tokens(windows) == 4 * LENGTH
