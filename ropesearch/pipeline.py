@@ -50,7 +50,8 @@ from ropesearch.search.baselines import RESERVED_NAMES, baseline_regimes, seed_r
 from ropesearch.search.budget import Budget
 from ropesearch.search.optimizers import make_sampler
 from ropesearch.search.ownership import exclusive
-from ropesearch.search.space import SEARCHED, Space
+from ropesearch.search.space import SEARCHED
+from ropesearch.search.spaces import make_space
 from ropesearch.search.study import open_study
 from ropesearch.search.trials import regime_json
 from ropesearch.search.worker import SearchEvent, SearchResult, run_search
@@ -78,7 +79,7 @@ def search(job: SearchJob) -> SearchOutcome:
     own = read_own(small_files, geometry, trust_remote_code=job.model.trust_remote_code)
     tables = read_tables(job.tables, geometry, job.target_length, RESERVED_NAMES)
     baselines = baseline_regimes(geometry, job.target_length, own.regime_at(job.target_length), tables)
-    space = Space(geometry, job.target_length, job.space)
+    space = make_space(geometry, job.target_length, job.space)
     seeds = seed_regimes(baselines, tables)
     sampler = make_sampler(space, job.optimizer, job.seed, seeds=seeds, num_baselines=len(baselines))
     job.objective.check(job.target_length)

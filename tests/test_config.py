@@ -65,6 +65,7 @@ ALL_KEYS = {
         "space.max_factor_over_ratio",
         "space.num_pairs_at_one",
         "space.num_pairs_at_ratio",
+        "space.critical_pair",
         "space.attention_factor",
         "space.attention_factor_max",
         "space.attention_factor_step",
@@ -382,7 +383,7 @@ def test_any_word_is_a_setting_or_an_input_error(word: str) -> None:
 def test_presets_are_chosen_by_hydra_and_keys_win_over_them() -> None:
     job = compose("search", None, ["space.factor_step=0.02", "space=longrope"])
     assert job.space == dataclasses.replace(config.SearchJob().space, factor_step=0.02)
-    with pytest.raises(InputError, match=r"^space: expected one of longrope, piecewise, got 'longrop'"):
+    with pytest.raises(InputError, match=r"^space: expected one of longrope, longrope2, piecewise, got 'longrop'"):
         compose("search", None, ["space=longrop"])
     job = compose("search", None, ["space=piecewise", "space.num_pairs_at_one=3"])
     assert (job.space.num_pairs_at_one, job.space.num_pairs_at_ratio, job.space.max_factor_over_ratio) == (
@@ -390,6 +391,14 @@ def test_presets_are_chosen_by_hydra_and_keys_win_over_them() -> None:
         "search",
         1,
     )
+
+
+def test_the_preset_of_longrope2_searches_the_critical_pair() -> None:
+    job = compose("search", None, ["space=longrope2"])
+    assert (job.space.critical_pair, job.space.max_factor_over_ratio) == ("search", 2)
+    job = compose("search", None, ["space=longrope2", "space.critical_pair=33"])
+    assert job.space.critical_pair == 33
+    assert compose("search", None, ["space=longrope2", "space.critical_pair=null"]).space.critical_pair is None
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
@@ -408,7 +417,7 @@ def test_presets_are_the_files_of_conf() -> None:
     assert groups_of(JOBS["search"].schema) == {
         "model": ["causal_lm"],
         "corpus": ["documents"],
-        "space": ["longrope", "piecewise"],
+        "space": ["longrope", "longrope2", "piecewise"],
         "optimizer": ["cmaes", "evolution", "random", "tpe"],
         "objective": ["guarded", "last_tokens", "needle", "perplexity"],
         "storage": ["journal"],

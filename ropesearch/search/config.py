@@ -10,7 +10,7 @@ from ropesearch.settings import setting
 
 @dataclass(kw_only=True)
 class SpaceConfig:
-    """The set of candidates: one non-decreasing factor per pair."""
+    """The set of candidates: factors that do not decrease with the pair, attention factor, retained tokens."""
 
     factor_step: float = setting(0.01, "distance between two neighbouring factors of a pair, in factor units")
     max_factor_over_ratio: float = setting(1.25, "the largest factor, as a multiple of target_length / original_length")
@@ -23,6 +23,12 @@ class SpaceConfig:
         0,
         "retained pairs at the slow end: how many last pairs are held at target_length / original_length, or 'search'; "
         "other than 0 it needs max_factor_over_ratio=1, as factors do not decrease",
+    )
+    critical_pair: int | str | None = setting(
+        None,
+        "null = every pair has a factor of its own; a pair = LongRoPE2's space: factors from the ratio up from that "
+        "pair on, and an NTK curve before it; 'search' = that pair is searched with the factors, from the first of "
+        "fewer than ten turns in original_length to the first of less than one",
     )
     attention_factor: str | float = setting(
         "search",

@@ -20,19 +20,20 @@ class Coordinates:
     The factors of m pairs are m order statistics of the uniform distribution over [0, ln max_factor], rounded to the
     grid, so all non-decreasing sequences of log factors are equally likely. Their m + 1 spacings are independent
     exponential variables divided by the sum of these (Devroye 1986, ch. V.2); -ln Phi(x) of a normal x is exponential,
-    it grows with x^2 / 2 on the left and vanishes on the right. Where the numbers of retained pairs are searched, each
-    number is as likely as any other, and the factors between lie strictly between 1 and the ratio. Attention factor
-    and retained tokens are uniform over their choices.
+    it grows with x^2 / 2 on the left and vanishes on the right. Where the numbers of pairs at the ends are searched,
+    each number is as likely as any other, and the factors between lie strictly between those of the ends. The same
+    holds from the critical pair on, over [0, ln(max_factor / ratio)]. Attention factor and retained tokens are uniform
+    over their choices.
 
-    The order is: number of pairs at 1, at the ratio, spacings, attention factor, retained tokens, each if searched.
+    The order is: number of pairs at the low end (at 1, or before the critical pair), at the high end, spacings,
+    attention factor, retained tokens, each if searched.
     """
 
     def __init__(self, space: Space) -> None:
         self.space = space
         self._num_free = len(range(space.num_pairs)[space.free_pairs])
-        self._num_genes = space.searches_pairs_at_one + space.searches_pairs_at_ratio
-        self._lowest = int(space.searches_pairs_at_one)
-        self._highest = space.max_factor_steps - space.searches_pairs_at_ratio
+        self._num_genes = space.low.searched + space.high.searched
+        self._lowest, self._highest = space.inner_steps
         logs = np.log(space.factor_grid)
         middles = np.log((space.factor_grid[:-1] + space.factor_grid[1:]) / 2)
         edges = np.concatenate([logs[:1], middles, logs[-1:]])[self._lowest : self._highest + 2]
@@ -42,8 +43,15 @@ class Coordinates:
         )
 
     @property
+    def _num_low_choices(self) -> int:
+        return self.space.low.most - self.space.low.least + 1
+
+    def _num_high_choices(self, num_low: int) -> int:
+        return min(self.space.high.most - self.space.high.least, self._num_free - num_low) + 1
+
+    @property
     def discrete(self) -> list[int]:
-        """Positions of coordinates with few values: numbers of retained pairs, and retained tokens."""
+        """Positions of coordinates with few values: numbers of pairs at the ends, and retained tokens."""
         places = list(range(self._num_genes))
         return [*places, self.num_coordinates - 1] if len(self.space.retained_choices) > 1 else places
 
@@ -57,8 +65,8 @@ class Coordinates:
             raise InputError(f"coordinates: expected shape ({self.num_coordinates},), got {values.shape}")
         left = np.where(np.isnan(values), 0.0, values).tolist()
         space = self.space
-        num_low = _choice(left.pop(0), self._num_free + 1) if space.searches_pairs_at_one else 0
-        num_high = _choice(left.pop(0), self._num_free - num_low + 1) if space.searches_pairs_at_ratio else 0
+        num_low = _choice(left.pop(0), self._num_low_choices) if space.low.searched else 0
+        num_high = _choice(left.pop(0), self._num_high_choices(num_low)) if space.high.searched else 0
         spacings = _exponential(np.array(left[num_low : self._num_free - num_high + 1]))
         statistics = np.cumsum(spacings)[:-1] / spacings.sum()
         steps = self._lowest + np.searchsorted(self._edges[1:-1], statistics, side="right")
@@ -66,9 +74,9 @@ class Coordinates:
         attention = _choice(left.pop(0), space.max_attention_steps + 1) if space.searches_attention else 0
         position = _choice(left.pop(0), len(space.retained_choices)) if left else 0
         factor_steps = (
-            *[0] * (space.num_pairs_at_one + num_low),
+            *[space.low.step] * (space.low.least + num_low),
             *steps.tolist(),
-            *[space.max_factor_steps] * (space.num_pairs_at_ratio + num_high),
+            *[space.high.step] * (space.high.least + num_high),
         )
         return Candidate(factor_steps, attention, space.retained_choices[position])
 
@@ -76,17 +84,17 @@ class Coordinates:
         """float64 (num_coordinates,), all finite, with candidate(of(c)) == c.
 
         Pairs of equal factors are spread evenly over their grid step, and other choices lie in the middle of theirs.
-        Coordinates without a meaning for it, as pairs are retained, are 0.
+        Coordinates without a meaning for it, as pairs belong to an end, are 0.
         """
         space = self.space
         steps = np.array(candidate.factor_steps[space.free_pairs])
-        num_low = int((steps == 0).sum()) if space.searches_pairs_at_one else 0
-        num_high = int((steps == space.max_factor_steps).sum()) if space.searches_pairs_at_ratio else 0
+        num_low = int((steps == space.low.step).sum()) if space.low.searched else 0
+        num_high = int((steps == space.high.step).sum()) if space.high.searched else 0
         values = []
-        if space.searches_pairs_at_one:
-            values.append(_middle(num_low, self._num_free + 1))
-        if space.searches_pairs_at_ratio:
-            values.append(_middle(num_high, self._num_free - num_low + 1))
+        if space.low.searched:
+            values.append(_middle(num_low, self._num_low_choices))
+        if space.high.searched:
+            values.append(_middle(num_high, self._num_high_choices(num_low)))
         cells, starts, counts = np.unique(
             steps[num_low : self._num_free - num_high] - self._lowest, return_index=True, return_counts=True
         )

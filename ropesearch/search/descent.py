@@ -47,6 +47,7 @@ class Descent:
         self._widest = space.geometry.inverse_frequencies() * space.target_length  # radians, without factors
         self._unit = np.array([1.0] * space.num_pairs + [_ATTENTION_PART if space.searches_attention else 0.0])
         self._length = self._first_length = _FIRST_PART * math.log(space.geometry.ratio(space.target_length))
+        self._like = space.repair(start)
         self._point = self._projected(np.log([*start.factors, start.attention_factor]))
         self._points: list[NDArray[np.float64]] = []
         self._seen: dict[int, _Visit] = {}
@@ -82,7 +83,8 @@ class Descent:
 
     def advance(self, step: Step) -> None:
         """Go on by what was found on `window` at `regime`."""
-        visit = _Visit(self._point, step.nats_per_token, np.array(step.gradient))
+        by_factors = self._space.pull_back(np.array(step.gradient[:-1]), self._like)
+        visit = _Visit(self._point, step.nats_per_token, np.append(by_factors, step.gradient[-1]))
         before = self._seen.get(step.window)
         self._seen[step.window] = visit
         if before is not None:
@@ -109,7 +111,7 @@ class Descent:
     def _projected(self, logs: NDArray[np.float64]) -> NDArray[np.float64]:
         attention = self._space.attention_grid
         return np.append(
-            self._space.project_logs(logs[:-1]), np.clip(logs[-1], np.log(attention[0]), np.log(attention[-1]))
+            self._space.project_logs(logs[:-1], self._like), np.clip(logs[-1], np.log(attention[0]), np.log(attention[-1]))
         )
 
     def _regime(self, logs: NDArray[np.float64]) -> Regime:

@@ -27,10 +27,12 @@ def mutate(space: Space, parent: Candidate, probability: float, reach: int, rng:
     equal factors move as one: else a plateau, such as YaRN's, could only be worn down from its ends. In the other half
     blocks of pairs move together, the same part of the way to their neighbours, which slides a stretch of the curve
     sideways: a model's loss is smooth along the pairs, and independent moves of theirs cancel out. Where the numbers of
-    retained pairs are searched, each of them changes with `probability` too. Held pairs stay.
+    retained pairs are searched, or the critical pair, each of them changes with `probability` too. Held pairs stay, and
+    those before the critical pair follow.
     """
     every = np.array(parent.factor_steps)
-    steps = every[space.free_pairs]
+    moving, free = space.moving_pairs(parent), space.free_pairs
+    steps = every[moving]
     kind = rng.random()
     if kind < 0.5:
         mutated = _slide(steps, _blocks(len(steps), probability, rng), 2 * reach, space.max_factor_steps, rng)
@@ -39,7 +41,8 @@ def mutate(space: Space, parent: Candidate, probability: float, reach: int, rng:
         flags = rng.random(len(starts)) < probability
         levels = _resample(steps[starts], flags, reach, space.max_factor_steps, rng)
         mutated = np.repeat(levels, np.diff(np.append(starts, len(steps))))
-    every[space.free_pairs] = _moved_ends(space, mutated, probability, rng)
+    every[moving] = mutated
+    every[free] = _moved_ends(space, every[free], probability, rng)
     return Candidate(
         tuple(every.tolist()),
         _moved_attention(space, parent.attention_steps, probability, rng),
@@ -54,20 +57,18 @@ def cross(space: Space, first: Candidate, second: Candidate, probability: float,
     non-decreasing by projection. The other half lie on the line through the parents in log factors, up to half their
     distance beyond the better: where that way led down, it goes on. Both kinds treat the attention factor alike.
     """
-    left, right = np.array(first.factor_steps), np.array(second.factor_steps)
+    left, right = space.curve(first), space.curve(second)
     if rng.random() < 0.5:
         taken = _blocks(len(left), probability, rng) if rng.random() < 0.5 else rng.random(len(left)) < probability
-        steps = space.repair_steps(np.where(taken, right, left).astype(np.float64))
+        factors = np.where(taken, right, left)
         attention = second.attention_steps if rng.random() < probability else first.attention_steps
     else:
         part = rng.uniform(-0.5, 0.5)
-        logs = np.log(space.factor_grid)
-        factors = np.exp(logs[left] + part * (logs[right] - logs[left]))
-        steps = space.repair_steps(np.interp(factors, space.factor_grid, np.arange(len(logs))))
+        factors = np.exp(np.log(left) + part * (np.log(right) - np.log(left)))
         line = first.attention_steps + part * (second.attention_steps - first.attention_steps)
         attention = int(np.clip(round(line), 0, space.max_attention_steps))
     retained = second.retained_tokens if rng.random() < probability else first.retained_tokens
-    return Candidate(steps, attention, retained)
+    return Candidate(space.repair_steps(space.positions(factors)), attention, retained)
 
 
 def nearest_new(space: Space, start: Candidate, known: Collection[Candidate]) -> Candidate | None:
@@ -162,23 +163,20 @@ def _slide(
 def _moved_ends(
     space: Space, steps: NDArray[np.int64], probability: float, rng: np.random.Generator
 ) -> NDArray[np.int64]:
-    """Move either end of the searched pairs, where it is searched, by some pairs: pairs that it passes take the held
-    factor, pairs that it frees are drawn between that and the first beyond."""
-    for searched, held, turn in (
-        (space.searches_pairs_at_one, 0, 1),
-        (space.searches_pairs_at_ratio, space.max_factor_steps, -1),
-    ):
-        if not searched or rng.random() >= probability:
+    """Move either end of the searched pairs, where it is searched, by some pairs: pairs that it passes take the end's
+    step, pairs that it frees are drawn between that and the first beyond."""
+    for end, other, turn in ((space.low, space.high, 1), (space.high, space.low, -1)):
+        if not end.searched or rng.random() >= probability:
             continue
-        turned = steps[::turn].copy()  # the held pairs come first
-        num_held = int((turned == held).sum())
+        turned = steps[::turn].copy()  # the pairs of this end come first
+        num_held = int((turned == end.step).sum())
         move = round(float(rng.normal(0, _END_PAIRS))) or 1
         if move > 0:
-            turned[: num_held + move] = held
+            turned[: min(num_held + move, end.most - end.least)] = end.step
         else:
             first = max(0, num_held + move)
-            beyond = int(turned[num_held]) if num_held < len(turned) else space.max_factor_steps - held
-            low, high = min(held + turn, beyond), max(held + turn, beyond)
+            beyond = int(turned[num_held]) if num_held < len(turned) else other.step
+            low, high = min(end.step + turn, beyond), max(end.step + turn, beyond)
             turned[first:num_held] = np.sort(rng.integers(low, high + 1, num_held - first))[::turn]
         steps = turned[::turn]
     return steps

@@ -1,16 +1,16 @@
-"""The space of candidates: non-decreasing factors on a grid, retained pairs, an attention factor, retained tokens.
+"""What all spaces of candidates have in common: attention factor, retained tokens, and the way from and to vectors.
 
-Everything here is constructive: any vector and any regime leads to a candidate of the space, without rejection.
+Everything here is constructive: any vector and any regime leads to a candidate of the space, without rejection. A space
+says what sequences of factors it holds (see monotone.py, longrope2.py).
 """
 
 import math
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from fractions import Fraction
-from itertools import pairwise
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
-from scipy.optimize import isotonic_regression
 
 from ropesearch.errors import InputError
 from ropesearch.rope.geometry import Geometry
@@ -25,8 +25,8 @@ SEARCHED = "searched"
 class Candidate:
     """A point of a Space in whole grid steps, so that equal candidates are equal exactly.
 
-    Pair i's factor is 1 + factor_steps[i] * factor_step, and likewise the attention factor where it is searched (0
-    where it is not).
+    Pair i's factor is the one at factor_steps[i] on the space's factor grid, and likewise the attention factor where it
+    is searched (0 where it is not). A step of -1 is that of a pair whose factor follows from those of the others.
     """
 
     factor_steps: tuple[int, ...]
@@ -34,67 +34,123 @@ class Candidate:
     retained_tokens: int
 
 
-class Space:
-    """The candidates for one geometry and target length (LongRoPE, Table 4).
+@dataclass(frozen=True, slots=True)
+class End:
+    """The pairs at one end of the table that have the step `step`: at least `least` of them, at most `most`."""
 
-    Factors lie on a grid in [1, max_factor_over_ratio * ratio] and do not decrease with the pair. Of the retained pairs
-    the first may be held at 1 and the last at the ratio, which then ends the grid. The attention factor is a further
-    dimension when the configuration says "search", and so are the retained tokens when there are several.
+    step: int
+    least: int
+    most: int
 
-    Where the numbers of retained pairs are searched, they are the numbers of pairs at 1 and at the ratio, and the pairs
-    between lie strictly between. So these spaces hold the same candidates as one without retained pairs; a sampler
-    moves differently in them (see scores.py and operators.py).
+    @property
+    def searched(self) -> bool:
+        """Whether their number is searched."""
+        return self.most > self.least
+
+
+@dataclass(frozen=True, slots=True)
+class Dimension:
+    """One value of an encoded candidate, from `low` to `high`, on multiples of `step` from `low` unless that is None.
+
+    With `choices` the value is a position in these.
+    """
+
+    name: str
+    low: float
+    high: float
+    step: float | None = None
+    choices: tuple[int, ...] = ()
+
+
+class Space(ABC):
+    """The candidates for one geometry and target length.
+
+    Factors do not decrease with the pair, and those that are searched lie on a grid. The pairs of the ends `low` and
+    `high` are not searched, and their numbers may be. The attention factor is a further dimension when the
+    configuration says "search", and so are the retained tokens when there are several.
 
     Raises InputError when the configuration describes no space.
     """
 
+    low: End
+    high: End
+
     def __init__(self, geometry: Geometry, target_length: int, config: SpaceConfig) -> None:
         ratio = geometry.ratio(target_length)
-        if not (math.isfinite(config.max_factor_over_ratio) and config.max_factor_over_ratio >= 1):
-            raise InputError(
-                f"space.max_factor_over_ratio: expected at least 1, so that linear interpolation is inside, "
-                f"got {config.max_factor_over_ratio}"
-            )
         self.geometry = geometry
         self.target_length = target_length
         self.num_pairs = geometry.num_pairs
-        self.num_pairs_at_one, self.searches_pairs_at_one = _retained_pairs(
-            "space.num_pairs_at_one", config.num_pairs_at_one, self.num_pairs
-        )
-        self.num_pairs_at_ratio, self.searches_pairs_at_ratio = _retained_pairs(
-            "space.num_pairs_at_ratio", config.num_pairs_at_ratio, self.num_pairs
-        )
-        if self.num_pairs_at_one + self.num_pairs_at_ratio >= self.num_pairs:
-            raise InputError(
-                f"space.num_pairs_at_one, space.num_pairs_at_ratio: expected fewer than the {self.num_pairs} pairs "
-                f"together, so that a factor is searched, got {self.num_pairs_at_one} and {self.num_pairs_at_ratio}"
-            )
-        self._factors = _grid("space.factor_step", config.factor_step, ratio * config.max_factor_over_ratio)
-        if self.searches_pairs_at_ratio or self.num_pairs_at_ratio:
-            if config.max_factor_over_ratio != 1:
-                raise InputError(
-                    "space.max_factor_over_ratio: expected 1 with pairs at the ratio (space.num_pairs_at_ratio), as "
-                    f"factors do not decrease, got {config.max_factor_over_ratio}"
-                )
-            if self._factors[-1] != ratio:  # the ratio itself is the last value, wherever the grid ends before it
-                near = math.isclose(self._factors[-1], ratio, rel_tol=1e-12)
-                self._factors = np.append(self._factors[:-1] if near else self._factors, ratio)
-            if len(self._factors) < 3:
-                raise InputError(
-                    f"space.factor_step: expected a factor between 1 and the ratio {ratio:g}, got none with a step of "
-                    f"{config.factor_step}; ask for a smaller step"
-                )
         self.factor_step = config.factor_step
-        self.attention_step = config.attention_factor_step
+        self._factors = self._factor_grid(ratio, config)
         self.searches_attention = config.attention_factor == "search"
         if self.searches_attention:
-            self._attention = _grid(
-                "space.attention_factor_step", config.attention_factor_step, config.attention_factor_max
+            self._attention = even_grid(
+                "space.attention_factor_step", config.attention_factor_step, 1.0, config.attention_factor_max
             )
         else:
             self._attention = np.array([_held_attention(config.attention_factor, ratio, geometry.original_length)])
         self.retained_choices = _retained(config.retained_tokens, target_length)
         self._retained_position = {tokens: position for position, tokens in enumerate(self.retained_choices)}
+        self.dimensions = self._dimensions(config)
+
+    @abstractmethod
+    def _factor_grid(self, ratio: float, config: SpaceConfig) -> NDArray[np.float64]:
+        """All factors that a searched pair can have, ascending; sets `low` and `high`."""
+
+    @property
+    @abstractmethod
+    def factor_spacing(self) -> float | None:
+        """The distance of neighbouring factors, where all of them lie on an even grid from 1, else None."""
+
+    @property
+    @abstractmethod
+    def inner_steps(self) -> tuple[int, int]:
+        """The least and the greatest step of a pair between the two ends."""
+
+    @property
+    @abstractmethod
+    def num_sequences(self) -> int:
+        """How many sequences of factors there are, exactly."""
+
+    @abstractmethod
+    def moving_pairs(self, candidate: Candidate) -> slice:
+        """The pairs of `candidate` whose steps may change while it keeps its numbers of held pairs."""
+
+    @abstractmethod
+    def curve(self, candidate: Candidate) -> NDArray[np.float64]:
+        """The factors of all pairs, exactly as they are scored, float64, shape (num_pairs,)."""
+
+    @abstractmethod
+    def positions(self, factors: NDArray[np.float64]) -> NDArray[np.float64]:
+        """Where factors (num_pairs,) lie on the factor grid, in steps; inverts `curve` for pairs that have a step."""
+
+    @abstractmethod
+    def project_logs(self, logs: NDArray[np.float64], like: Candidate) -> NDArray[np.float64]:
+        """The logs of factors of this space, but for its grid, nearest to (num_pairs,) finite values, in least squares
+        over the pairs that move in `like`; the pairs that are held are those of `like`.
+        """
+
+    @abstractmethod
+    def pull_back(self, gradient: NDArray[np.float64], like: Candidate) -> NDArray[np.float64]:
+        """Derivatives (num_pairs,) by the logs of factors, with those of factors that follow from others added to
+        these; 0 for pairs that do not move in `like`.
+        """
+
+    @abstractmethod
+    def repair_steps(self, positions: NDArray[np.float64]) -> tuple[int, ...]:
+        """The factor steps of this space nearest to (num_pairs,) finite positions on the factor grid."""
+
+    @abstractmethod
+    def _decoded_steps(self, values: NDArray[np.float64]) -> tuple[int, ...]:
+        """The factor steps of an encoded candidate, any real vector."""
+
+    @abstractmethod
+    def _repaired_steps(self, factors: NDArray[np.float64]) -> tuple[int, ...]:
+        """The factor steps nearest to any factors (num_pairs,)."""
+
+    @abstractmethod
+    def _contains_steps(self, steps: tuple[int, ...]) -> bool:
+        """Whether steps, one for each pair, are those of a candidate."""
 
     @property
     def max_factor_steps(self) -> int:
@@ -108,7 +164,7 @@ class Space:
 
     @property
     def factor_grid(self) -> NDArray[np.float64]:
-        """All factors of a pair, ascending, float64, shape (max_factor_steps + 1,)."""
+        """All factors of a searched pair, ascending, float64, shape (max_factor_steps + 1,)."""
         return self._factors
 
     @property
@@ -118,48 +174,42 @@ class Space:
 
     @property
     def free_pairs(self) -> slice:
-        """The pairs whose factor is searched: all but those held at 1 and at the ratio."""
-        return slice(self.num_pairs_at_one, self.num_pairs - self.num_pairs_at_ratio)
+        """The pairs whose factor is searched: all but those that always belong to an end."""
+        return slice(self.low.least, self.num_pairs - self.high.least)
 
     @property
     def num_dimensions(self) -> int:
-        """Length of an encoded candidate: pairs, and one each for a searched attention factor and retained tokens."""
-        return self.num_pairs + self.searches_attention + (len(self.retained_choices) > 1)
+        """Length of an encoded candidate."""
+        return len(self.dimensions)
 
     @property
     def num_candidates(self) -> int:
         """How many candidates there are, exactly: sequences times attention factors times retained tokens."""
-        num_free = len(range(self.num_pairs)[self.free_pairs])
-        sequences = math.comb(num_free + self.max_factor_steps, num_free)
-        return sequences * len(self._attention) * len(self.retained_choices)
+        return self.num_sequences * len(self._attention) * len(self.retained_choices)
 
     def regime(self, candidate: Candidate) -> Regime:
         """The regime that `candidate` stands for, named "searched"; its floats print as they lie on the grid (3.07)."""
         return Regime(
             name=SEARCHED,
             max_length=self.target_length,
-            factors=tuple(self._factors[list(candidate.factor_steps)].tolist()),
+            factors=tuple(self.curve(candidate).tolist()),
             attention_factor=float(self._attention[candidate.attention_steps]),
             retained_tokens=candidate.retained_tokens,
         )
 
     def contains(self, candidate: Candidate) -> bool:
         """Whether `candidate` is a point of this space."""
-        steps = candidate.factor_steps
         return (
-            len(steps) == self.num_pairs
-            and steps[0] >= 0
-            and all(left <= right for left, right in pairwise(steps))
-            and steps[-1] <= self.max_factor_steps
-            and not any(steps[: self.num_pairs_at_one])
-            and all(step == self.max_factor_steps for step in steps[self.num_pairs - self.num_pairs_at_ratio :])
+            len(candidate.factor_steps) == self.num_pairs
+            and self._contains_steps(candidate.factor_steps)
             and 0 <= candidate.attention_steps <= self.max_attention_steps
             and candidate.retained_tokens in self._retained_position
         )
 
     def encode(self, candidate: Candidate) -> NDArray[np.float64]:
-        """float64 (num_dimensions,): factors, then attention factor and position of retained_tokens, if searched."""
-        values = self._factors[list(candidate.factor_steps)].tolist()
+        """float64 (num_dimensions,), the values of `dimensions`: factors, then attention factor and position of
+        retained_tokens, if searched, then what else the space searches."""
+        values = self.curve(candidate).tolist()
         if self.searches_attention:
             values.append(float(self._attention[candidate.attention_steps]))
         if len(self.retained_choices) > 1:
@@ -170,20 +220,22 @@ class Space:
         """The candidate nearest to any real vector of num_dimensions, in the order of `encode`; decode(encode(c)) == c.
 
         Factors are projected onto the non-decreasing sequences within the bounds, exactly and in least squares, and
-        rounded to the grid; those of pairs that are held do not matter. NaN counts as the smallest value, infinities as
-        far outside.
+        rounded to the grid; those of pairs that are held, or that follow from the others, do not matter. NaN counts as
+        the smallest value, infinities as far outside.
 
         Raises InputError when the number of values is not num_dimensions.
         """
         values = np.asarray(vector, dtype=np.float64)
         if values.shape != (self.num_dimensions,):
             raise InputError(f"a candidate's vector: expected shape ({self.num_dimensions},), got {values.shape}")
+        place = self.num_pairs
         attention_steps, position = 0, 0
         if self.searches_attention:
-            attention_steps = int(_nearest(self._attention, values[self.num_pairs : self.num_pairs + 1])[0])
+            attention_steps = int(nearest(self._attention, values[place : place + 1])[0])
+            place += 1
         if len(self.retained_choices) > 1:
-            position = int(_nearest(np.arange(len(self.retained_choices), dtype=np.float64), values[-1:])[0])
-        return Candidate(self._project(values[: self.num_pairs]), attention_steps, self.retained_choices[position])
+            position = nearest_position(len(self.retained_choices), values[place])
+        return Candidate(self._decoded_steps(values), attention_steps, self.retained_choices[position])
 
     def repair(self, regime: Regime) -> Candidate:
         """The candidate nearest to any regime of this geometry, for example YaRN, whose factors lie off the grid.
@@ -193,58 +245,65 @@ class Space:
         if len(regime.factors) != self.num_pairs:
             raise InputError(f"regime {regime.name!r}: expected {self.num_pairs} factors, got {len(regime.factors)}")
         retained = min(self.retained_choices, key=lambda tokens: (abs(tokens - regime.retained_tokens), tokens))
-        attention = _nearest(self._attention, np.array([regime.attention_factor]))
-        return Candidate(self._project(np.array(regime.factors)), int(attention[0]), retained)
+        attention = nearest(self._attention, np.array([regime.attention_factor]))
+        return Candidate(self._repaired_steps(np.array(regime.factors)), int(attention[0]), retained)
 
-    def project_logs(self, logs: NDArray[np.float64]) -> NDArray[np.float64]:
-        """The logs of factors of this space, but for its grid, that are nearest to (num_pairs,) finite values."""
-        lowest, highest = np.log(self._factors[[0, -1]])
-        fitted = np.clip(isotonic_regression(logs[self.free_pairs]).x, lowest, highest)
-        held = self.num_pairs_at_one, self.num_pairs_at_ratio
-        return np.concatenate([np.full(held[0], lowest), fitted, np.full(held[1], highest)])
-
-    def repair_steps(self, steps: NDArray[np.float64]) -> tuple[int, ...]:
-        """The non-decreasing grid steps nearest to (num_pairs,) finite steps, with the held pairs at their factors."""
-        fitted = isotonic_regression(steps[self.free_pairs]).x
-        return self._with_held(np.rint(np.clip(fitted, 0, self.max_factor_steps)).astype(np.int64))
-
-    def _project(self, factors: NDArray[np.float64]) -> tuple[int, ...]:
-        """Nearest non-decreasing grid steps. Clipping an isotonic fit gives the exact projection onto cone and box;
-        both and the rounding keep the order."""
-        lowest, highest = float(self._factors[0]), float(self._factors[-1])
-        far = 1e300
-        finite = np.nan_to_num(factors[self.free_pairs], nan=lowest, posinf=far, neginf=-far)
-        unit = max(1.0, float(np.abs(finite).max()))  # sums of huge values must not overflow; the fit is homogeneous
-        fitted = isotonic_regression(finite / unit).x * unit if np.any(np.diff(finite) < 0) else finite
-        return self._with_held(_nearest(self._factors, np.clip(fitted, lowest, highest)))
-
-    def _with_held(self, free: NDArray[np.int64]) -> tuple[int, ...]:
-        held = [0] * self.num_pairs_at_one, [self.max_factor_steps] * self.num_pairs_at_ratio
-        return (*held[0], *free.tolist(), *held[1])
+    def _dimensions(self, config: SpaceConfig) -> tuple[Dimension, ...]:
+        width = len(str(self.num_pairs - 1))
+        found = [
+            Dimension(f"factor_{pair:0{width}d}", 1.0, float(self._factors[-1]), self.factor_spacing)
+            for pair in range(self.num_pairs)
+        ]
+        if self.searches_attention:
+            highest = float(self._attention[-1])
+            found.append(Dimension("attention_factor", 1.0, highest, config.attention_factor_step))
+        if len(self.retained_choices) > 1:
+            found.append(choice_dimension("retained_tokens", self.retained_choices))
+        return tuple(found)
 
 
-def _nearest(grid: NDArray[np.float64], values: NDArray[np.float64]) -> NDArray[np.int64]:
+def choice_dimension(name: str, choices: tuple[int, ...]) -> Dimension:
+    """A dimension whose value is a position in `choices`."""
+    return Dimension(name, 0, len(choices) - 1, 1, choices)
+
+
+def nearest(grid: NDArray[np.float64], values: NDArray[np.float64]) -> NDArray[np.int64]:
     """Positions on an ascending grid nearest to `values`, NaN going to the first."""
     middles = (grid[:-1] + grid[1:]) / 2
     return np.searchsorted(middles, np.nan_to_num(values, nan=grid[0], posinf=grid[-1], neginf=grid[0]))
 
 
-def _grid(key: str, step: float, highest: float) -> NDArray[np.float64]:
-    """1, 1 + step, ... up to `highest`, each the float that its decimal digits name."""
+def nearest_position(num_choices: int, value: float) -> int:
+    """The position of `num_choices` nearest to any value."""
+    return int(nearest(np.arange(num_choices, dtype=np.float64), np.array([value]))[0])
+
+
+def finite(factors: NDArray[np.float64]) -> NDArray[np.float64]:
+    """`factors` with 1 for NaN and something far outside for infinities."""
+    far = 1e300
+    return np.nan_to_num(factors, nan=1.0, posinf=far, neginf=-far)
+
+
+def even_grid(key: str, step: float, first: float, highest: float) -> NDArray[np.float64]:
+    """first, first + step, ... up to `highest`, each the float that its decimal digits name."""
     if not (math.isfinite(step) and step > 0):
         raise InputError(f"{key}: expected a finite number above 0, got {step}")
-    if not (math.isfinite(highest) and highest >= 1):
-        raise InputError(f"{key}: the grid starts at 1, so its end must be finite and at least 1, got {highest}")
-    exact = Fraction(repr(float(step)))
-    num_steps = (Fraction(highest) - 1 + exact * Fraction(1, 10**6)) // exact  # a rounding of `highest` costs no step
+    if not (math.isfinite(highest) and highest >= first):
+        raise InputError(
+            f"{key}: the grid starts at {first:g}, so its end must be finite and at least {first:g}, got {highest}"
+        )
+    exact, start = Fraction(repr(float(step))), Fraction(first)
+    num_steps = (Fraction(highest) - start + exact * Fraction(1, 10**6)) // exact  # a rounding of it costs no step
     if not 1 <= num_steps <= 10**6:
         remedy = "a smaller step" if num_steps < 1 else "a larger step, or a shorter target_length"
         raise InputError(
-            f"{key}: expected a step that leaves 2 to a million values from 1 to {highest:g}, got {step}; "
+            f"{key}: expected a step that leaves 2 to a million values from {first:g} to {highest:g}, got {step}; "
             f"ask for {remedy}"
         )
-    whole, unit = exact.numerator, exact.denominator  # a quotient of integers is rounded once, like a decimal literal
-    return np.array([(unit + position * whole) / unit for position in range(int(num_steps) + 1)])
+    unit = exact.denominator * start.denominator
+    offset, whole = start.numerator * exact.denominator, exact.numerator * start.denominator
+    # A quotient of integers is rounded once, like a decimal literal.
+    return np.array([(offset + position * whole) / unit for position in range(int(num_steps) + 1)])
 
 
 def _held_attention(value: str | float, ratio: float, original_length: int) -> float:
@@ -258,17 +317,6 @@ def _held_attention(value: str | float, ratio: float, original_length: int) -> f
     if not (math.isfinite(number) and number > 0):
         raise InputError(f"{expected}, got {value!r}")
     return number
-
-
-def _retained_pairs(key: str, value: int | str, num_pairs: int) -> tuple[int, bool]:
-    """How many pairs are held, and whether their number is searched."""
-    if value == "search":
-        return 0, True
-    if not isinstance(value, int) or not 0 <= value < num_pairs:
-        raise InputError(
-            f"{key}: expected 'search' or from 0 to {num_pairs - 1} of the {num_pairs} pairs, got {value!r}"
-        )
-    return value, False
 
 
 def _retained(choices: list[int], target_length: int) -> tuple[int, ...]:

@@ -19,7 +19,7 @@ from ropesearch.search.baselines import baseline_regimes, seed_regimes
 from ropesearch.search.config import BudgetConfig, EvolutionConfig, OptimizerConfig, SelectionConfig, SpaceConfig
 from ropesearch.search.optimizers import make_sampler as sampler_of
 from ropesearch.search.sampler import CandidateSampler
-from ropesearch.search.space import Space
+from ropesearch.search.spaces import make_space
 from ropesearch.search.worker import SearchResult, run_search
 
 TARGET_LENGTH = 2048
@@ -45,7 +45,7 @@ def make_sampler(
     seed: int = 0, optimizer: OptimizerConfig = EVOLUTION, num_baselines: int = 4, **space: object
 ) -> CandidateSampler:
     """A sampler with the paper's seeds."""
-    made = Space(make_geometry(), TARGET_LENGTH, SpaceConfig(**space))  # type: ignore[arg-type]
+    made = make_space(make_geometry(), TARGET_LENGTH, SpaceConfig(**space))  # type: ignore[arg-type]
     return sampler_of(made, optimizer, seed, SEEDS, num_baselines)
 
 

@@ -11,6 +11,7 @@ from ropesearch.rope import methods
 from ropesearch.search.config import SpaceConfig
 from ropesearch.search.coordinates import Coordinates
 from ropesearch.search.space import Candidate, Space
+from ropesearch.search.spaces import make_space
 from ropesearch.seeding import stream
 from tests.search.analytic import TARGET_LENGTH, make_geometry
 from tests.search.test_space import SPACES, candidates
@@ -42,7 +43,7 @@ def test_the_methods_have_coordinates_whatever_the_ratio(num_pairs: int) -> None
     geometry = make_geometry(num_pairs, 4096)
     for target_length in (8192, 4096 * 7 + 1, 4096 * 512):
         for change in ({}, {"num_pairs_at_one": "search", "num_pairs_at_ratio": "search", "max_factor_over_ratio": 1}):
-            space = Space(geometry, target_length, SpaceConfig(**change))
+            space = make_space(geometry, target_length, SpaceConfig(**change))
             coordinates = Coordinates(space)
             for method in (methods.identity, methods.linear, methods.ntk, methods.yarn):
                 candidate = space.repair(method(geometry, target_length))
@@ -57,7 +58,7 @@ def drawn(space: Space, num: int, seed: int = 0) -> list[Candidate]:
 
 def test_normal_vectors_are_uniform_over_non_decreasing_log_factors() -> None:
     """The k-th of m uniform order statistics is Beta(k, m + 1 - k), and spacings have one law."""
-    space = Space(make_geometry(), TARGET_LENGTH, SpaceConfig(factor_step=1e-4))
+    space = make_space(make_geometry(), TARGET_LENGTH, SpaceConfig(factor_step=1e-4))
     found = drawn(space, 4000)
     parts = np.array([np.log(space.regime(candidate).factors) for candidate in found]) / math.log(10)
     for pair in range(8):
@@ -69,7 +70,7 @@ def test_normal_vectors_are_uniform_over_non_decreasing_log_factors() -> None:
 
 
 def test_a_coarse_grid_is_hit_as_often_as_its_cells_are_wide() -> None:
-    space = Space(make_geometry(2), 512, SpaceConfig(factor_step=0.5, attention_factor=1.1))  # 1, 1.5, 2, 2.5
+    space = make_space(make_geometry(2), 512, SpaceConfig(factor_step=0.5, attention_factor=1.1))  # 1, 1.5, 2, 2.5
     edges = np.log([1, 1.25, 1.75, 2.25, 2.5]) / math.log(2.5)
     width = np.diff(edges)
     found = drawn(space, 6000)
@@ -84,7 +85,7 @@ def test_numbers_of_retained_pairs_and_tokens_are_uniform() -> None:
     config = SpaceConfig(
         num_pairs_at_one="search", num_pairs_at_ratio="search", max_factor_over_ratio=1, retained_tokens=[0, 4, 9]
     )
-    space = Space(make_geometry(4), TARGET_LENGTH, config)
+    space = make_space(make_geometry(4), TARGET_LENGTH, config)
     found = drawn(space, 6000)
     at_one = [candidate.factor_steps.count(0) for candidate in found]
     assert chisquare(np.bincount(at_one, minlength=5)).pvalue > 1e-3

@@ -13,12 +13,13 @@ from ropesearch.search.config import EvolutionConfig, SpaceConfig
 from ropesearch.search.evolution import EvolutionSampler
 from ropesearch.search.parameters import parameters
 from ropesearch.search.space import Candidate, Space
+from ropesearch.search.spaces import make_space
 from ropesearch.search.trials import CANDIDATE, candidate_json
 from ropesearch.seeding import stream
 from tests.search.analytic import EVOLUTION, TARGET_LENGTH, distance, make_geometry
 
 GENERATION = EVOLUTION.num_mutations + EVOLUTION.num_crossovers
-SPACE = Space(make_geometry(), TARGET_LENGTH, SpaceConfig())
+SPACE = make_space(make_geometry(), TARGET_LENGTH, SpaceConfig())
 SEEDS = baseline_regimes(SPACE.geometry, TARGET_LENGTH)[1:]
 
 
@@ -146,7 +147,7 @@ def test_failed_trials_have_no_children() -> None:
 
 
 def test_an_exhausted_space_is_reported() -> None:
-    space = Space(make_geometry(2), 512, SpaceConfig(factor_step=0.5, attention_factor=1.1))
+    space = make_space(make_geometry(2), 512, SpaceConfig(factor_step=0.5, attention_factor=1.1))
     sampler = make_sampler(space=space)
     trials = run(sampler, space.num_candidates)
     assert len({str(value) for value in candidates_of(trials)}) == space.num_candidates == 10

@@ -6,14 +6,15 @@ from hypothesis import strategies as st
 from ropesearch.rope import methods
 from ropesearch.search.config import SpaceConfig
 from ropesearch.search.operators import cross, mutate, nearest_new
-from ropesearch.search.space import Candidate, Space
+from ropesearch.search.space import Candidate
+from ropesearch.search.spaces import make_space
 from ropesearch.seeding import stream
 from tests.search.analytic import TARGET_LENGTH, make_geometry
 from tests.search.test_space import SPACES, candidates
 
-SPACE = Space(make_geometry(), TARGET_LENGTH, SpaceConfig(retained_tokens=[0, 4, 8]))
-LARGE = Space(make_geometry(64), TARGET_LENGTH, SpaceConfig())
-TINY = Space(make_geometry(2), 512, SpaceConfig(factor_step=0.5, attention_factor=1.1, retained_tokens=[0, 3]))
+SPACE = make_space(make_geometry(), TARGET_LENGTH, SpaceConfig(retained_tokens=[0, 4, 8]))
+LARGE = make_space(make_geometry(64), TARGET_LENGTH, SpaceConfig())
+TINY = make_space(make_geometry(2), 512, SpaceConfig(factor_step=0.5, attention_factor=1.1, retained_tokens=[0, 3]))
 seeds = st.integers(0, 2**32)
 
 
@@ -30,7 +31,7 @@ def test_children_lie_in_the_space(data: st.DataObject, name: str, seed: int, pr
 
 def test_the_ends_of_the_searched_pairs_move_where_they_are_searched() -> None:
     """By two pairs or so, as often as asked, and both ways."""
-    space = Space(make_geometry(32), TARGET_LENGTH, SpaceConfig(num_pairs_at_one="search"))
+    space = make_space(make_geometry(32), TARGET_LENGTH, SpaceConfig(num_pairs_at_one="search"))
     parent = Candidate((*[0] * 10, *range(200, 860, 30)), 250, 0)
     rng = stream(0, "test")
     moved = [mutate(space, parent, 0.02, 1, rng).factor_steps for _ in range(4000)]
@@ -55,7 +56,7 @@ def test_a_mutation_changes_a_pair_with_its_probability(probability: float) -> N
 
 
 def test_a_mutation_of_yarn_changes_its_plateaus_with_the_same_probability() -> None:
-    space = Space(make_geometry(64, 4096), 8 * 4096, SpaceConfig())
+    space = make_space(make_geometry(64, 4096), 8 * 4096, SpaceConfig())
     yarn = space.repair(methods.yarn(space.geometry, space.target_length))
     rng = stream(0, "test")
     mutants = [mutate(space, yarn, 0.3, 1, rng) for _ in range(3000)]

@@ -4,11 +4,11 @@ from hypothesis import strategies as st
 
 from ropesearch.search.config import SpaceConfig
 from ropesearch.search.parameters import candidate_of, distributions, parameters, suggest
-from ropesearch.search.space import Space
+from ropesearch.search.spaces import make_space
 from tests.search.analytic import TARGET_LENGTH, make_geometry
 from tests.search.test_space import candidates
 
-SPACE = Space(make_geometry(), TARGET_LENGTH, SpaceConfig(retained_tokens=[0, 4, 8]))
+SPACE = make_space(make_geometry(), TARGET_LENGTH, SpaceConfig(retained_tokens=[0, 4, 8]))
 
 
 @settings(deadline=None)
@@ -27,7 +27,7 @@ def test_the_distributions_are_the_grid() -> None:
     assert found["factor_3"] == optuna.distributions.FloatDistribution(1.0, 10.0, step=0.01)
     assert found["attention_factor"] == optuna.distributions.FloatDistribution(1.0, 1.5, step=0.001)
     assert found["retained_tokens"] == optuna.distributions.CategoricalDistribution((0, 4, 8))
-    held = Space(make_geometry(12), TARGET_LENGTH, SpaceConfig(attention_factor="yarn"))
+    held = make_space(make_geometry(12), TARGET_LENGTH, SpaceConfig(attention_factor="yarn"))
     assert list(distributions(held)) == [f"factor_{pair:02d}" for pair in range(12)]
 
 

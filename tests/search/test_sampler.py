@@ -1,5 +1,6 @@
 """One suite for all samplers: what each of them keeps in every space."""
 
+import dataclasses
 import json
 import subprocess
 import sys
@@ -8,6 +9,7 @@ from functools import cache
 import numpy as np
 import optuna
 import pytest
+from numpy.typing import NDArray
 from optuna.trial import FrozenTrial, TrialState
 
 from ropesearch.errors import InputError
@@ -26,7 +28,8 @@ from ropesearch.search.config import (
 from ropesearch.search.optimizers import make_sampler
 from ropesearch.search.parameters import parameters
 from ropesearch.search.sampler import CandidateSampler
-from ropesearch.search.space import Candidate, Space
+from ropesearch.search.space import Candidate
+from ropesearch.search.spaces import make_space
 from ropesearch.search.trials import CANDIDATE, GUARD, candidate_json
 from tests.search.analytic import TARGET_LENGTH, make_geometry
 
@@ -38,6 +41,8 @@ SPACES = {
     "piecewise": SpaceConfig(
         num_pairs_at_one="search", num_pairs_at_ratio="search", max_factor_over_ratio=1, retained_tokens=[0, 8]
     ),
+    "longrope2": SpaceConfig(critical_pair="search", max_factor_over_ratio=2),
+    "critical pair": SpaceConfig(critical_pair=3, max_factor_over_ratio=2, retained_tokens=[0, 8]),
 }
 CONFIGS: dict[str, OptimizerConfig] = {
     "evolution": EvolutionConfig(num_population=8, num_parents=4, num_mutations=3, num_crossovers=3),
@@ -51,16 +56,20 @@ NUM_TRIALS = 26
 
 
 def sampler_of(name: str, space_name: str, seed: int = 0, num_baselines: int = 0) -> CandidateSampler:
-    space = Space(make_geometry(), TARGET_LENGTH, SPACES[space_name])
+    space = make_space(make_geometry(), TARGET_LENGTH, SPACES[space_name])
     seeds = baseline_regimes(space.geometry, TARGET_LENGTH)[1:]
     return make_sampler(space, CONFIGS[name], seed, seeds, num_baselines)
 
 
-def distance(regime: Regime) -> float:
-    """Least at a curve that rises late, as good tables do, and that no seed hits."""
-    places = np.linspace(-1, 1, len(regime.factors))
-    curve = np.log(7) / (1 + np.exp(-8 * (places - 0.15)))
-    off = ((np.log(regime.factors) - curve) ** 2).mean()
+PLACES = np.linspace(-1, 1, 8)
+LATE = np.log(7) / (1 + np.exp(-8 * (PLACES - 0.15)))  # log factors that rise late, as good tables do
+CURVES = {8: LATE, 2: LATE[[0, -1]], 4: LATE[::2]}
+
+
+def distance(regime: Regime, curve: NDArray[np.float64] | None = None) -> float:
+    """Least at a curve that no seed hits."""
+    aim = CURVES[len(regime.factors)] if curve is None else curve
+    off = ((np.log(regime.factors) - aim) ** 2).mean()
     return float(off + 20 * (regime.attention_factor - 1.12) ** 2 + 1e-3 * regime.retained_tokens)
 
 
@@ -86,14 +95,16 @@ def trial_of(
     )
 
 
-def run(sampler: CandidateSampler, num_trials: int, failing: int = 0) -> list[FrozenTrial]:
+def run(
+    sampler: CandidateSampler, num_trials: int, failing: int = 0, curve: NDArray[np.float64] | None = None
+) -> list[FrozenTrial]:
     """A study of so many trials; of the candidates after the seeds every `failing`-th fails."""
     trials: list[FrozenTrial] = []
     for number in range(num_trials):
         candidate = sampler.propose(trials, number)
         fails = failing and number > 3 and number % failing == 0
         state = TrialState.FAIL if fails else TrialState.COMPLETE
-        trials.append(trial_of(number, candidate, distance(sampler.space.regime(candidate)), state))
+        trials.append(trial_of(number, candidate, distance(sampler.space.regime(candidate), curve), state))
     return trials
 
 
@@ -122,7 +133,7 @@ def test_candidates_lie_in_the_space_and_none_comes_twice(name: str, space_name:
         assert space.contains(candidate)
         factors = np.array(space.regime(candidate).factors)
         assert (np.diff(factors) >= 0).all() and factors[0] >= 1 and factors[-1] <= space.factor_grid[-1]
-        assert set(factors.tolist()) <= set(space.factor_grid.tolist())
+        assert set(factors[space.moving_pairs(candidate)].tolist()) <= set(space.factor_grid.tolist())
     if space_name == "held":
         for candidate in found:
             assert space.regime(candidate).factors[:2] == (1, 1)
@@ -195,19 +206,28 @@ def test_a_trial_that_is_still_running_is_neither_waited_for_nor_repeated(name: 
 
 
 @each_sampler
-def test_a_small_space_is_searched_to_its_end(name: str) -> None:
-    config = SpaceConfig(factor_step=0.5, attention_factor=1.1, retained_tokens=[0, 3])
-    space = Space(make_geometry(2), 512, config)
+@pytest.mark.parametrize(
+    ("num_pairs", "num_candidates", "change"),
+    [
+        (2, 20, {"factor_step": 0.5}),
+        (4, 32, {"factor_step": 1.0, "critical_pair": "search", "max_factor_over_ratio": 2.0}),
+    ],
+)
+def test_a_small_space_is_searched_to_its_end(
+    name: str, num_pairs: int, num_candidates: int, change: dict[str, object]
+) -> None:
+    config = SpaceConfig(attention_factor=1.1, retained_tokens=[0, 3], **change)  # type: ignore[arg-type]
+    space = make_space(make_geometry(num_pairs), 512, config)
     sampler = make_sampler(space, CONFIGS[name], 0, baseline_regimes(space.geometry, 512)[1:], 0)
     trials = run(sampler, space.num_candidates)
-    assert len(set(candidates_of(trials))) == space.num_candidates == 20
-    with pytest.raises(InputError, match="exhausted: all its 20 candidates"):
-        sampler.propose(trials, 20)
+    assert len(set(candidates_of(trials))) == space.num_candidates == num_candidates
+    with pytest.raises(InputError, match=f"exhausted: all its {num_candidates} candidates"):
+        sampler.propose(trials, num_candidates)
 
 
 @each_sampler
 def test_without_seeds_it_searches_all_the_same(name: str) -> None:
-    sampler = make_sampler(Space(make_geometry(), TARGET_LENGTH, SpaceConfig()), CONFIGS[name], 0, [], 0)
+    sampler = make_sampler(make_space(make_geometry(), TARGET_LENGTH, SpaceConfig()), CONFIGS[name], 0, [], 0)
     assert len(set(candidates_of(run(sampler, 14)))) == 14
 
 
@@ -232,7 +252,7 @@ def test_it_is_an_optuna_sampler(name: str) -> None:
 def test_counts_out_of_range_are_refused(name: str, key: str) -> None:
     if not hasattr(CONFIGS[name], key):
         return
-    space = Space(make_geometry(), TARGET_LENGTH, SpaceConfig())
+    space = make_space(make_geometry(), TARGET_LENGTH, SpaceConfig())
     with pytest.raises(InputError, match=f"optimizer.{key}: expected at least"):
         make_sampler(space, type(CONFIGS[name])(**{key: -1}), 0, [], 0)
 
@@ -244,10 +264,18 @@ def best_of(name: str, space_name: str, num_trials: int) -> list[float]:
         **{other: kind() for other, kind in OPTIMIZERS.items()},
         "evolution": EvolutionConfig(num_population=16, num_parents=8),
     }
-    space = Space(make_geometry(), TARGET_LENGTH, SPACES[space_name])
+    if space_name == "longrope2":  # just above the ratio from the critical pair 5 on, and nearly twice it at the end
+        config, num_pairs = dataclasses.replace(SPACES[space_name], attention_factor=1.12), 16
+        right = np.log(8) + 0.01 + 0.65 * (np.arange(16) >= 13)
+        curve = np.where(np.arange(16) < 5, right[5] * np.arange(16) / 5, right)
+    else:
+        config, num_pairs, curve = SPACES[space_name], 8, LATE
+    space = make_space(make_geometry(num_pairs), TARGET_LENGTH, config)
     seeds = baseline_regimes(space.geometry, TARGET_LENGTH)[1:]
-    runs = [run(make_sampler(space, configs[name], seed, seeds, 0), num_trials) for seed in range(3)]
-    assert all(min(trial.values[0] for trial in trials[:3]) > 0.4 for trials in runs)  # the best of linear, NTK, YaRN
+    samplers = [make_sampler(space, configs[name], seed, seeds, 0) for seed in range(3)]
+    runs = [run(sampler, num_trials, curve=curve) for sampler in samplers]
+    of_seeds = [min(trial.values[0] for trial in trials[: len(samplers[0].seeds)]) for trials in runs]
+    assert min(of_seeds) > (0.4 if space_name != "longrope2" else 0.06)  # the best of linear, NTK, YaRN
     return [min(trial.values[0] for trial in trials) for trials in runs]
 
 
@@ -257,6 +285,7 @@ def best_of(name: str, space_name: str, num_trials: int) -> list[float]:
         ("evolution", "longrope", 120),
         ("tpe", "longrope", 60),
         ("cmaes", "longrope", 110),
+        ("evolution", "longrope2", 100),
         pytest.param("evolution", "piecewise", 200, marks=pytest.mark.slow),
         pytest.param("tpe", "piecewise", 160, marks=pytest.mark.slow),
         pytest.param("cmaes", "piecewise", 160, marks=pytest.mark.slow),
@@ -268,7 +297,7 @@ def test_it_comes_nearer_to_the_optimum_than_random_draws(name: str, space_name:
 
 
 def test_a_step_that_is_no_number_is_refused() -> None:
-    space = Space(make_geometry(), TARGET_LENGTH, SpaceConfig())
+    space = make_space(make_geometry(), TARGET_LENGTH, SpaceConfig())
     for sigma in (0.0, float("nan"), float("inf")):
         with pytest.raises(InputError, match="initial_sigma"):
             make_sampler(space, CMAESConfig(initial_sigma=sigma), 0, [], 0)

@@ -11,31 +11,39 @@ from ropesearch.errors import InputError
 from ropesearch.rope import methods
 from ropesearch.rope.regime import Regime
 from ropesearch.search.config import SpaceConfig
+from ropesearch.search.monotone import MonotoneSpace
 from ropesearch.search.space import Candidate, Space
+from ropesearch.search.spaces import make_space
 from tests.search.analytic import TARGET_LENGTH, make_geometry
 
 GEOMETRY = make_geometry()
 RETAINED = [0, 1, 2, 4, 8]
-SPACE = Space(GEOMETRY, TARGET_LENGTH, SpaceConfig())
-WIDE = Space(GEOMETRY, TARGET_LENGTH, SpaceConfig(retained_tokens=RETAINED))
-HELD = Space(GEOMETRY, TARGET_LENGTH, SpaceConfig(attention_factor="longrope"))
+SPACE = make_space(GEOMETRY, TARGET_LENGTH, SpaceConfig())
+WIDE = make_space(GEOMETRY, TARGET_LENGTH, SpaceConfig(retained_tokens=RETAINED))
+HELD = make_space(GEOMETRY, TARGET_LENGTH, SpaceConfig(attention_factor="longrope"))
 PIECEWISE = {"num_pairs_at_one": "search", "num_pairs_at_ratio": "search", "max_factor_over_ratio": 1.0}
+LONGROPE2 = {"critical_pair": "search", "max_factor_over_ratio": 2.0}  # 2 to 4 in this geometry
+CHANGES: dict[str, dict[str, object]] = {
+    "longrope": {},
+    "held attention": {"attention_factor": "yarn"},
+    "paper": {"retained_tokens": [0, 1, 2, 4, 8, 12, 16, 20, 24, 28, 32, 64, 128, 256]},
+    "first held": {"num_pairs_at_one": 3},
+    "first searched": {"num_pairs_at_one": "search", "retained_tokens": [0, 8]},
+    "both held": {"num_pairs_at_one": 3, "num_pairs_at_ratio": 4, "max_factor_over_ratio": 1.0},
+    "last held": {"num_pairs_at_ratio": 2, "max_factor_over_ratio": 1.0, "attention_factor": 1.1},
+    "piecewise": PIECEWISE,
+    "piecewise with tokens": {**PIECEWISE, "retained_tokens": [0, 4, 9], "attention_factor": "longrope"},
+    "last searched": {"num_pairs_at_one": 1, "num_pairs_at_ratio": "search", "max_factor_over_ratio": 1.0},
+    "coarse": {**PIECEWISE, "factor_step": 3.0, "attention_factor_step": 0.25},
+    "longrope2": LONGROPE2,
+    "longrope2 with tokens": {**LONGROPE2, "retained_tokens": [0, 4, 9], "attention_factor": "longrope"},
+    "critical pair": {**LONGROPE2, "critical_pair": 3},
+    "critical pair 0": {**LONGROPE2, "critical_pair": 0, "factor_step": 1.5},
+}
 SPACES = {
-    f"{name}{target if target != TARGET_LENGTH else ''}": Space(GEOMETRY, target, SpaceConfig(**change))  # type: ignore[arg-type]
+    f"{name}{'' if target == TARGET_LENGTH else target}": make_space(GEOMETRY, target, SpaceConfig(**change))  # type: ignore[arg-type]
     for target in (TARGET_LENGTH, 2050)  # a ratio off the grid: 8.0078125
-    for name, change in {
-        "longrope": {},
-        "held attention": {"attention_factor": "yarn"},
-        "paper": {"retained_tokens": [0, 1, 2, 4, 8, 12, 16, 20, 24, 28, 32, 64, 128, 256]},
-        "first held": {"num_pairs_at_one": 3},
-        "first searched": {"num_pairs_at_one": "search", "retained_tokens": [0, 8]},
-        "both held": {"num_pairs_at_one": 3, "num_pairs_at_ratio": 4, "max_factor_over_ratio": 1.0},
-        "last held": {"num_pairs_at_ratio": 2, "max_factor_over_ratio": 1.0, "attention_factor": 1.1},
-        "piecewise": PIECEWISE,
-        "piecewise with tokens": {**PIECEWISE, "retained_tokens": [0, 4, 9], "attention_factor": "longrope"},
-        "last searched": {"num_pairs_at_one": 1, "num_pairs_at_ratio": "search", "max_factor_over_ratio": 1.0},
-        "coarse": {**PIECEWISE, "factor_step": 3.0, "attention_factor_step": 0.25},
-    }.items()
+    for name, change in CHANGES.items()
 }
 spaces = st.sampled_from([SPACE, WIDE, HELD, *SPACES.values()])
 anything = st.floats(allow_nan=True, allow_infinity=True)
@@ -43,13 +51,16 @@ anything = st.floats(allow_nan=True, allow_infinity=True)
 
 @st.composite
 def candidates(draw: st.DrawFn, space: Space) -> Candidate:
-    num_free = len(range(space.num_pairs)[space.free_pairs])
+    num_low = space.low.least
+    if space.low.step < 0:  # before the critical pair
+        num_low = draw(st.integers(space.low.least, space.low.most))
+    num_free = space.num_pairs - num_low - space.high.least
     ends = st.sampled_from([0, space.max_factor_steps])  # plateaus at the ends are what retained pairs are
     steps = draw(
         st.lists(st.one_of(st.integers(0, space.max_factor_steps), ends), min_size=num_free, max_size=num_free)
     )
     attention = draw(st.integers(0, space.max_attention_steps))
-    held = [0] * space.num_pairs_at_one, [space.max_factor_steps] * space.num_pairs_at_ratio
+    held = [space.low.step] * num_low, [space.high.step] * space.high.least
     return Candidate((*held[0], *sorted(steps), *held[1]), attention, draw(st.sampled_from(space.retained_choices)))
 
 
@@ -63,16 +74,16 @@ def test_the_grid_is_the_papers() -> None:
 
 
 def test_a_bound_between_grid_points_is_not_crossed() -> None:
-    space = Space(make_geometry(), 300, SpaceConfig())  # 1.25 * 300 / 256 = 1.46484375
+    space = make_space(make_geometry(), 300, SpaceConfig())  # 1.25 * 300 / 256 = 1.46484375
     assert space.factor_grid[-1] == 1.46
     assert (
-        Space(make_geometry(), 2816, SpaceConfig(max_factor_over_ratio=1.1)).factor_grid[-1] == 12.1
+        make_space(make_geometry(), 2816, SpaceConfig(max_factor_over_ratio=1.1)).factor_grid[-1] == 12.1
     )  # 12.100000000000001
 
 
 def test_dimensions_and_number_of_candidates() -> None:
     assert (SPACE.num_dimensions, WIDE.num_dimensions, HELD.num_dimensions) == (9, 10, 8)
-    two = Space(make_geometry(2), 512, SpaceConfig(factor_step=0.5, attention_factor=1.1, retained_tokens=[0, 3]))
+    two = make_space(make_geometry(2), 512, SpaceConfig(factor_step=0.5, attention_factor=1.1, retained_tokens=[0, 3]))
     listed = {
         Candidate((a, b), 0, kept)
         for a in range(-1, 5)
@@ -114,18 +125,18 @@ def test_a_vector_of_another_length_is_refused() -> None:
         SPACE.decode([1.0] * 8)
 
 
-@pytest.mark.parametrize("name", SPACES)
+@pytest.mark.parametrize("name", [name for name, space in SPACES.items() if isinstance(space, MonotoneSpace)])
 def test_held_pairs_have_their_exact_factors(name: str) -> None:
     space = SPACES[name]
     ratio = space.target_length / 256
     for vector in (np.full(space.num_dimensions, 5.0), np.arange(space.num_dimensions)[::-1].astype(float)):
         factors = space.regime(space.decode(vector)).factors
-        assert factors[: space.num_pairs_at_one] == (1.0,) * space.num_pairs_at_one
-        assert factors[8 - space.num_pairs_at_ratio :] == (ratio,) * space.num_pairs_at_ratio
-    if space.searches_pairs_at_ratio:
+        assert factors[: space.low.least] == (1.0,) * space.low.least
+        assert factors[8 - space.high.least :] == (ratio,) * space.high.least
+    if space.high.searched:
         assert space.factor_grid[-1] == ratio
         linear = space.repair(methods.linear(GEOMETRY, space.target_length))
-        assert space.regime(linear).factors[space.num_pairs_at_one :] == (ratio,) * (8 - space.num_pairs_at_one)
+        assert space.regime(linear).factors[space.low.least :] == (ratio,) * (8 - space.low.least)
 
 
 def test_candidates_of_retained_pairs_are_counted_and_listed() -> None:
@@ -135,7 +146,7 @@ def test_candidates_of_retained_pairs_are_counted_and_listed() -> None:
         ({"num_pairs_at_one": 1, "num_pairs_at_ratio": 1, "max_factor_over_ratio": 1.0}, math.comb(2 + 2, 2)),
         (PIECEWISE, math.comb(4 + 2, 4)),  # as without retained pairs: they are counts of the pairs at either end
     ):
-        space = Space(geometry, 512, SpaceConfig(factor_step=0.5, attention_factor=1.1, **change))  # type: ignore[arg-type]
+        space = make_space(geometry, 512, SpaceConfig(factor_step=0.5, attention_factor=1.1, **change))  # type: ignore[arg-type]
         steps = itertools.product(range(-1, space.max_factor_steps + 2), repeat=4)
         listed = {each for each in steps if space.contains(Candidate(each, 0, 0))}
         assert space.num_candidates == len(listed) == num
@@ -146,7 +157,7 @@ def test_candidates_of_retained_pairs_are_counted_and_listed() -> None:
 def test_the_projection_with_held_pairs_is_the_nearest_candidate(factors: list[int]) -> None:
     """Against all candidates of a small space, in least squares."""
     change = {"num_pairs_at_one": 1, "num_pairs_at_ratio": 1, "max_factor_over_ratio": 1.0}
-    space = Space(make_geometry(4), 1024, SpaceConfig(factor_step=0.5, attention_factor=1.1, **change))  # type: ignore[arg-type]
+    space = make_space(make_geometry(4), 1024, SpaceConfig(factor_step=0.5, attention_factor=1.1, **change))  # type: ignore[arg-type]
     found = np.array(space.regime(space.decode(factors)).factors)
     pairs = [(low, high) for low in space.factor_grid for high in space.factor_grid if low <= high]
     least = min((low - factors[1]) ** 2 + (high - factors[2]) ** 2 for low, high in pairs)
@@ -155,7 +166,7 @@ def test_the_projection_with_held_pairs_is_the_nearest_candidate(factors: list[i
     ) ** 2 <= least + 0.25 + 1e-9  # rounding: 2 * (step/2)^2
 
 
-FINE = Space(make_geometry(4), TARGET_LENGTH, SpaceConfig(attention_factor=1.0, factor_step=1e-4))
+FINE = make_space(make_geometry(4), TARGET_LENGTH, SpaceConfig(attention_factor=1.0, factor_step=1e-4))
 
 
 @settings(deadline=None, max_examples=50)
@@ -198,9 +209,11 @@ def test_retained_tokens_go_to_the_nearest_choice() -> None:
 def test_held_attention_factors() -> None:
     candidate = HELD.decode([1.0] * 8)
     assert HELD.regime(candidate).attention_factor == math.sqrt(1 + math.log(8) / math.log(256))
-    yarn = Space(GEOMETRY, TARGET_LENGTH, SpaceConfig(attention_factor="yarn"))
+    yarn = make_space(GEOMETRY, TARGET_LENGTH, SpaceConfig(attention_factor="yarn"))
     assert yarn.regime(candidate).attention_factor == 0.1 * math.log(8) + 1
-    assert Space(GEOMETRY, TARGET_LENGTH, SpaceConfig(attention_factor=0.9)).regime(candidate).attention_factor == 0.9
+    assert (
+        make_space(GEOMETRY, TARGET_LENGTH, SpaceConfig(attention_factor=0.9)).regime(candidate).attention_factor == 0.9
+    )
 
 
 @pytest.mark.parametrize(
@@ -231,7 +244,7 @@ def test_held_attention_factors() -> None:
 )
 def test_impossible_spaces_are_refused(change: dict[str, object], message: str) -> None:
     with pytest.raises(InputError, match=message):
-        Space(GEOMETRY, TARGET_LENGTH, SpaceConfig(**change))  # type: ignore[arg-type]
+        make_space(GEOMETRY, TARGET_LENGTH, SpaceConfig(**change))  # type: ignore[arg-type]
 
 
 def test_a_regime_of_another_model_is_refused() -> None:
