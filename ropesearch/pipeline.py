@@ -42,6 +42,7 @@ from ropesearch.report import EvaluateOutcome, SearchOutcome, VerifyOutcome
 from ropesearch.rope.regime import Regime
 from ropesearch.run_folder import RunFolder, versions
 from ropesearch.score.config import ScoringConfig
+from ropesearch.score.gradient import GRADIENT_COST, window_gradient
 from ropesearch.score.objective import Objective, objective_of
 from ropesearch.score.score import Score
 from ropesearch.score.scorer import forward_equivalent_tokens, prove_scorer, score_windows, scoring_identity
@@ -53,7 +54,7 @@ from ropesearch.search.ownership import exclusive
 from ropesearch.search.space import SEARCHED
 from ropesearch.search.spaces import make_space
 from ropesearch.search.study import open_study
-from ropesearch.search.trials import regime_json
+from ropesearch.search.trials import Step, regime_json
 from ropesearch.search.worker import SearchEvent, SearchResult, run_search
 from ropesearch.track.plots import plot_course, plot_factors
 from ropesearch.track.progress import ProgressDisplay
@@ -81,7 +82,6 @@ def search(job: SearchJob) -> SearchOutcome:
     baselines = baseline_regimes(geometry, job.target_length, own.regime_at(job.target_length), tables)
     space = make_space(geometry, job.target_length, job.space)
     seeds = seed_regimes(baselines, tables)
-    sampler = make_sampler(space, job.optimizer, job.seed, seeds=seeds, num_baselines=len(baselines))
     job.objective.check(job.target_length)
     objective = objective_of(job.objective, job.target_length, geometry.original_length)
     whole_windows = dataclasses.replace(job.objective, last_tokens=None)  # what short inputs are reported on
@@ -91,8 +91,11 @@ def search(job: SearchJob) -> SearchOutcome:
     texts = build_windows(job.corpus, tokenizer, job.target_length, job.seed, _cache_folder(job.cache))
     needles = _needles(job, texts, tokenizer)
     windows = _objective_windows(objective, texts, needles)
+    num_windows = windows["search"].num_windows
+    sampler = make_sampler(space, job.optimizer, job.seed, seeds, len(baselines), num_windows)
     cost_tokens = forward_equivalent_tokens(windows["search"], objective.spans)
-    Budget(job.budget, sampler, cost_tokens, len(baselines))
+    step_cost_tokens = GRADIENT_COST * job.target_length
+    Budget(job.budget, sampler, cost_tokens, len(baselines), step_cost_tokens)
     source = find_checkpoint(job.model)
     origin = Origin.read(source)
     origin.expect_same(small_states)
@@ -127,6 +130,7 @@ def search(job: SearchJob) -> SearchOutcome:
             load=lambda: origin.loaded_with(lambda: load_model(job.model)),
             identity=lambda of, scoring: {**depends_on, **scoring_identity(job.model, of, scoring)},
             store=ScoreStore(run.path / "scores"),
+            last_tokens=job.objective.last_tokens,
         )
         if run.is_new:
             scorer.prove([*windows.values(), *needles.values()])
@@ -140,8 +144,10 @@ def search(job: SearchJob) -> SearchOutcome:
             run.path,
             sampler,
             lambda regime, split: scorer.score(regime, windows[split], job.objective, objective.spans),
+            differentiate=lambda regime, window: scorer.differentiate(regime, windows["search"], window, objective),
             baselines=baselines,
             cost_tokens=cost_tokens,
+            step_cost_tokens=step_cost_tokens,
             fingerprints=fingerprints,
             budget=job.budget,
             selection=job.selection,
@@ -267,6 +273,7 @@ class _Scorer:
     load: Callable[[], LoadedModel]
     identity: Callable[[Windows, ScoringConfig], dict[str, Any]]
     store: ScoreStore
+    last_tokens: int | None = None
 
     @functools.cached_property
     def loaded(self) -> LoadedModel:
@@ -296,6 +303,14 @@ class _Scorer:
         """Score `windows` under `regime`."""
         with installed(self.loaded, regime):
             return score_windows(self.loaded, windows, scoring, spans=spans)
+
+    def differentiate(self, regime: Regime, windows: Windows, window: int, objective: Objective) -> Step:
+        """A gradient step: the objective on one window under `regime`, and its derivatives."""
+        weights = objective.token_weights(windows, window, self.last_tokens)
+        with installed(self.loaded, regime):
+            nats, gradient = window_gradient(self.loaded, windows.token_ids[window], weights, regime.retained_tokens)
+        derivatives = (*gradient.log_factors.tolist(), gradient.log_attention_factor)
+        return Step(window=window, nats_per_token=nats, gradient=derivatives)
 
     def kept(self, regime: Regime, windows: Windows, scoring: ScoringConfig) -> Score:
         """As `score`, but a score that the run already holds is read."""

@@ -8,11 +8,17 @@ et al. 2025, sec. 3.2) are windows of their own among the others: of them, only 
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
 
 from ropesearch.errors import InputError
 from ropesearch.score.config import ScoringConfig
 from ropesearch.score.score import Score
+
+if TYPE_CHECKING:
+    from ropesearch.data.windows import Windows
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,6 +78,27 @@ class Objective:
             return score.nats_per_token
         weighted = math.fsum(part.weight * span_nats_per_token(score, part.start, part.length) for part in self.parts)
         return weighted / math.fsum(part.weight for part in self.parts)
+
+    def token_weights(self, windows: "Windows", index: int, last_tokens: int | None) -> NDArray[np.float64]:
+        """The weights, float64 (length,), of the nats of each token of a window: the mean over all windows of the
+        weighted sums is `value`. `last_tokens` as in the configuration, None for all but the first token.
+        """
+        length_tokens = windows.length_tokens
+        weights = np.zeros(length_tokens)
+        answers = [length_tokens - start for start in windows.answer_starts if start]
+        if windows.answer_start(index):
+            if self.needle_weight:
+                weights[windows.answer_start(index) :] = self.needle_weight * windows.num_windows / sum(answers)
+            return weights
+        share = (1 - self.needle_weight) * windows.num_windows / (windows.num_windows - len(answers))
+        parts = self.parts or [
+            Part(length=length_tokens, weight=1.0, start=length_tokens - (last_tokens or length_tokens))
+        ]
+        total = math.fsum(part.weight for part in parts)
+        for part in parts:
+            first = max(part.start, 1)  # nothing predicts the first token
+            weights[first : part.length] += share * part.weight / total / (part.length - first)
+        return weights
 
     def excess_nats(self, score: Score, unscaled: Score | None) -> float | None:
         """By how many nats per token a score exceeds what the guard allows, at most 0 where it keeps it; None without

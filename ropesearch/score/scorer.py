@@ -6,7 +6,6 @@ vocabulary ever exists. With chunks, a window goes through the model piece by pi
 hidden states of the piece under way exist. What is computed equals transformers' ForCausalLMLoss (loss/loss_utils.py).
 """
 
-import inspect
 import logging
 from collections.abc import Callable, Sequence
 from itertools import pairwise
@@ -21,18 +20,23 @@ from ropesearch.data.windows import check_vocabulary
 from ropesearch.errors import InputError, ScoringError
 from ropesearch.model.config import ModelConfig
 from ropesearch.score.config import ScoringConfig
+from ropesearch.score.forward import (
+    hidden_states_of,
+    is_out_of_memory,
+    logits_of,
+    new_cache,
+    num_head_rows,
+    on_input_device,
+    vocabulary_tokens,
+)
 from ropesearch.score.score import Score
 
 if TYPE_CHECKING:
     from ropesearch.data.windows import Windows
     from ropesearch.model.load import LoadedModel
 
-# float32 logits that exist at once. Small pieces stay in a processor's caches; an accelerator wants longer ones.
-_LOGITS_BYTES_CPU = 16 << 20
-_LOGITS_BYTES_ACCELERATOR = 256 << 20
 # Where memory runs out, chunks are halved down to this.
 _SMALLEST_CHUNK_TOKENS = 256
-_OUT_OF_MEMORY_TEXTS = ("out of memory", "not enough memory", "can't allocate memory", "alloc_failed")
 _NUM_PROBE_TOKENS = 32
 
 _log = logging.getLogger(__name__)
@@ -57,7 +61,7 @@ def score_windows(
     """
     length_tokens = windows.length_tokens
     config.check(length_tokens)
-    check_vocabulary(windows, _vocabulary_tokens(loaded.model))
+    check_vocabulary(windows, vocabulary_tokens(loaded.model))
     edges = block_edges(length_tokens, config.num_blocks)
     if spans is None:
         spans = [(0 if config.last_tokens is None else length_tokens - config.last_tokens, length_tokens)]
@@ -131,10 +135,10 @@ def prove_scorer(loaded: "LoadedModel") -> None:
     """
     model = loaded.model
     name = f"{type(model).__name__} (model type {model.config.model_type!r})"
-    token_ids = (torch.arange(_NUM_PROBE_TOKENS) * 7919 + 1) % _vocabulary_tokens(model)
+    token_ids = (torch.arange(_NUM_PROBE_TOKENS) * 7919 + 1) % vocabulary_tokens(model)
     with torch.inference_mode():
-        expected = model(input_ids=_on_input_device(model, token_ids), use_cache=False).logits[0]
-        own = _logits(model, _hidden_states(model, token_ids, None))
+        expected = model(input_ids=on_input_device(model, token_ids), use_cache=False).logits[0]
+        own = logits_of(model, hidden_states_of(model, token_ids, None))
         if own.shape != expected.shape:
             raise InputError(
                 f"model: expected logits of shape {tuple(expected.shape)} from the output head of {name}, got "
@@ -147,9 +151,9 @@ def prove_scorer(loaded: "LoadedModel") -> None:
                 f"model: expected the output head of {name} to give its logits, but they differ by {difference:.3g}: "
                 "the model changes its logits afterwards in a way that is not followed here; it is not supported"
             )
-        cache = _new_cache(model)
+        cache = new_cache(model)
         halves = token_ids[: _NUM_PROBE_TOKENS // 2], token_ids[_NUM_PROBE_TOKENS // 2 :]
-        pieces = [_logits(model, _hidden_states(model, half, cache)) for half in halves]
+        pieces = [logits_of(model, hidden_states_of(model, half, cache)) for half in halves]
         difference = float((torch.cat(pieces).float() - expected.float()).abs().max())
         # Other shapes, other order of sums, through all layers: far above rounding, far below a wrong position or mask.
         tolerance = 1e4 * torch.finfo(torch.float32).eps if expected.dtype == torch.float32 else 0.1
@@ -193,10 +197,9 @@ def _attempt(
     try:
         return _window_outcome(model, token_ids, first_scored, chunk_tokens, with_choices), ""
     except (RuntimeError, MemoryError) as error:
-        text = str(error)
-        if not (isinstance(error, MemoryError) or any(known in text.lower() for known in _OUT_OF_MEMORY_TEXTS)):
+        if not is_out_of_memory(error):
             raise
-        return None, text.strip().partition("\n")[0] or type(error).__name__
+        return None, str(error).strip().partition("\n")[0] or type(error).__name__
 
 
 def _window_outcome(
@@ -204,14 +207,14 @@ def _window_outcome(
 ) -> _Outcome:
     """What comes of the tokens at first_scored .. length - 1 of one window, from int64 token ids of shape (length,)."""
     num_tokens = len(token_ids)
-    cache = _new_cache(model) if chunk_tokens < num_tokens else None
+    cache = new_cache(model) if chunk_tokens < num_tokens else None
     pieces, chosen = [], []
     with torch.inference_mode():
         # The last token, which predicts nothing here, goes through the model all the same: products in low precision
         # depend on the shape, and so these are the hidden states that the model's own loss is made from.
         for start in range(0, num_tokens, chunk_tokens):
             stop = min(start + chunk_tokens, num_tokens)
-            hidden_states = _hidden_states(model, token_ids[start:stop], cache)
+            hidden_states = hidden_states_of(model, token_ids[start:stop], cache)
             first, last = (
                 max(first_scored, start + 1),
                 min(stop, num_tokens - 1),
@@ -221,78 +224,21 @@ def _window_outcome(
                 predicting = hidden_states[first - 1 - start : last - start]
                 pieces.append(_head_nats(model, predicting, targets))
                 if with_choices:
-                    chosen.append(bool(torch.equal(_logits(model, predicting).argmax(dim=-1).cpu(), targets)))
+                    chosen.append(bool(torch.equal(logits_of(model, predicting).argmax(dim=-1).cpu(), targets)))
             del hidden_states
         nats = torch.cat(pieces).to(device="cpu", dtype=torch.float64).numpy()
         return _Outcome(nats, all(chosen) if with_choices else None)
 
 
-def _hidden_states(model: Any, token_ids: torch.Tensor, cache: Any) -> torch.Tensor:
-    """The base model's last hidden states, shape (num_tokens, hidden), of tokens that follow those in `cache`."""
-    base = _base(model)
-    input_ids = _on_input_device(model, token_ids)
-    if cache is None:
-        output = base(input_ids=input_ids, use_cache=False)
-    else:
-        output = base(input_ids=input_ids, use_cache=True, **{_cache_keyword(base): cache})
-    hidden_states: torch.Tensor | None = getattr(output, "last_hidden_state", None)
-    if hidden_states is None:
-        raise InputError(
-            f"model: expected hidden states from {type(base).__name__}, the base of {type(model).__name__}, got none; "
-            "this architecture is not supported"
-        )
-    return hidden_states[0]
-
-
 def _head_nats(model: Any, hidden_states: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
     """Nats of `targets` (num_tokens,) given `hidden_states` (num_tokens, hidden): float32, shape (num_tokens,)."""
-    budget_bytes = _LOGITS_BYTES_CPU if hidden_states.device.type == "cpu" else _LOGITS_BYTES_ACCELERATOR
-    num_rows = max(1, budget_bytes // (4 * _vocabulary_tokens(model)))
+    num_rows = num_head_rows(model, hidden_states.device)
     pieces = []
     for start in range(0, len(targets), num_rows):
-        logits = _logits(model, hidden_states[start : start + num_rows]).float()
+        logits = logits_of(model, hidden_states[start : start + num_rows]).float()
         pieces.append(cross_entropy(logits, targets[start : start + num_rows].to(logits.device), reduction="none"))
         del logits  # before the next piece's are made
     return torch.cat(pieces)
-
-
-def _logits(model: Any, hidden_states: torch.Tensor) -> torch.Tensor:
-    config = model.config.get_text_config()
-    logits: torch.Tensor = model.get_output_embeddings()(hidden_states)
-    # What families multiply their logits by: modeling_granite.py, modeling_cohere.py, modeling_falcon_h1.py.
-    if getattr(config, "logits_scaling", None) is not None:
-        logits = logits / config.logits_scaling
-    for name in ("logit_scale", "lm_head_multiplier"):
-        factor = getattr(config, name, None)
-        logits = logits if factor is None else logits * factor
-    cap = getattr(config, "final_logit_softcapping", None)
-    return logits if cap is None else torch.tanh(logits / cap) * cap  # modeling_gemma2.py
-
-
-def _base(model: Any) -> Any:
-    """The decoder without its head; Llama 4's base_model is the whole model."""
-    return getattr(model, "model", model) if model.base_model is model else model.base_model
-
-
-def _on_input_device(model: Any, token_ids: torch.Tensor) -> torch.Tensor:
-    """Token ids (num_tokens,) as a batch of one sequence, where the input embedding is."""
-    return token_ids[None].to(model.get_input_embeddings().weight.device)
-
-
-def _vocabulary_tokens(model: Any) -> int:
-    """Rows of the input embedding."""
-    return int(model.get_input_embeddings().num_embeddings)
-
-
-def _new_cache(model: Any) -> Any:
-    from transformers import DynamicCache
-
-    return DynamicCache(config=model.config)
-
-
-def _cache_keyword(base: Any) -> str:
-    # Newer releases of transformers renamed it; there the old name still works, but warns.
-    return "cache" if "cache" in inspect.signature(base.forward).parameters else "past_key_values"
 
 
 def _check_finite(

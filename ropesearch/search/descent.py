@@ -43,7 +43,7 @@ class Descent:
         self._space = space
         self._retained_tokens = start.retained_tokens
         self._num_windows = num_windows
-        self._order_of = lambda index: stream(seed, "descent", chain, index).permutation(num_windows)
+        self._seed, self._chain = seed, chain
         self._widest = space.geometry.inverse_frequencies() * space.target_length  # radians, without factors
         self._unit = np.array([1.0] * space.num_pairs + [_ATTENTION_PART if space.searches_attention else 0.0])
         self._length = self._first_length = _FIRST_PART * math.log(space.geometry.ratio(space.target_length))
@@ -68,7 +68,8 @@ class Descent:
     def window(self) -> int:
         """The window that the next step is made on."""
         index, place = divmod(self.num_steps, self._num_windows)
-        return int(self._order_of(index)[place])
+        order = stream(self._seed, f"descent/{self._chain}", index).permutation(self._num_windows)
+        return int(order[place])
 
     @property
     def regime(self) -> Regime:
@@ -109,10 +110,8 @@ class Descent:
         self._num_revisits = 0
 
     def _projected(self, logs: NDArray[np.float64]) -> NDArray[np.float64]:
-        attention = self._space.attention_grid
-        return np.append(
-            self._space.project_logs(logs[:-1], self._like), np.clip(logs[-1], np.log(attention[0]), np.log(attention[-1]))
-        )
+        attention = np.clip(logs[-1], *np.log(self._space.attention_grid[[0, -1]]))
+        return np.append(self._space.project_logs(logs[:-1], self._like), attention)
 
     def _regime(self, logs: NDArray[np.float64]) -> Regime:
         values = np.exp(logs)

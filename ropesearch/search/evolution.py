@@ -1,7 +1,7 @@
 """LongRoPE's evolution."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import ClassVar
 
 import numpy as np
@@ -63,18 +63,32 @@ class EvolutionSampler(CandidateSampler):
         ranked = [entry.candidate for entry in parents[: self.config.num_parents]] or self.seeds
         if not ranked:
             ranked = [self.space.decode(np.ones(self.space.num_dimensions))]
-        crosses = index >= self.config.num_population and place >= self.config.num_mutations and len(ranked) > 1
-        for attempt in range(_NUM_TRIES):
-            probability = min(1.0, self.config.mutation_probability * 2 ** (attempt / 4))
-            if crosses and attempt < _NUM_TRIES // 2:
-                better, worse = _two_ranks(len(ranked), rng)
-                candidate = cross(self.space, ranked[better], ranked[worse], probability, rng)
-            else:
-                parent = ranked[_rank(len(ranked), rng)]
-                candidate = mutate(self.space, parent, probability, 1 + attempt // 2, rng)
-            if candidate not in past.known:
-                break
-        return candidate
+        crosses = index >= self.config.num_population and place >= self.config.num_mutations
+        return offspring(self.space, ranked, past.known, crosses, self.config.mutation_probability, rng)
+
+
+def offspring(
+    space: Space,
+    ranked: Sequence[Candidate],
+    known: Collection[Candidate],
+    crosses: bool,
+    mutation_probability: float,
+    rng: np.random.Generator,
+) -> Candidate:
+    """A mutant of one of the parents `ranked`, best first, or a crossover of two, if there are two; not known, unless
+    that fails several times. The better a parent, the more often it is drawn.
+    """
+    for attempt in range(_NUM_TRIES):
+        probability = min(1.0, mutation_probability * 2 ** (attempt / 4))
+        if crosses and len(ranked) > 1 and attempt < _NUM_TRIES // 2:
+            better, worse = _two_ranks(len(ranked), rng)
+            candidate = cross(space, ranked[better], ranked[worse], probability, rng)
+        else:
+            parent = ranked[_rank(len(ranked), rng)]
+            candidate = mutate(space, parent, probability, 1 + attempt // 2, rng)
+        if candidate not in known:
+            break
+    return candidate
 
 
 def _rank(num_parents: int, rng: np.random.Generator) -> int:

@@ -7,15 +7,18 @@ import numpy as np
 from optuna.trial import FrozenTrial, TrialState
 
 from ropesearch.rope.regime import Regime
-from ropesearch.search.config import EvolutionConfig, GradientConfig
+from ropesearch.search.config import GradientConfig
 from ropesearch.search.descent import Descent
-from ropesearch.search.evolution import EvolutionSampler
+from ropesearch.search.evolution import offspring
 from ropesearch.search.sampler import CandidateSampler, Past, StepAsked, check_at_least, known_candidates
 from ropesearch.search.space import Candidate, Space
 from ropesearch.search.trials import METHOD, NUM_STEPS, PLAN, ranked, recorded_regime, recorded_steps
 
 # A descent ends when its steps have become this much shorter than the first.
 _LEAST_PART = 0.1
+# The polish: mutants and crossovers of so many best candidates, with the paper's probability for each pair.
+_NUM_PARENTS = 8
+_MUTATION_PROBABILITY = 0.3
 _CHAIN, _START, _LEGS = "chain", "start", "legs"
 
 
@@ -52,7 +55,6 @@ class GradientSampler(CandidateSampler):
         self.config = config
         self._start_names = {regime.name for regime in seeds}
         self._num_windows = num_windows
-        self._polish = EvolutionSampler(space, EvolutionConfig(num_population=0), seed, [], num_baselines)
 
     @property
     def num_candidates(self) -> int:
@@ -67,7 +69,7 @@ class GradientSampler(CandidateSampler):
         for trial in trials:
             if trial.number < number and PLAN in trial.user_attrs:
                 chains.setdefault(trial.user_attrs[PLAN][_CHAIN], []).append(trial)
-        for chain, legs in sorted(chains.items()):
+        for _, legs in sorted(chains.items()):
             if all(leg.state is TrialState.COMPLETE for leg in legs):
                 first = legs[0].user_attrs[PLAN]
                 numbers = [leg.number for leg in legs]
@@ -75,7 +77,8 @@ class GradientSampler(CandidateSampler):
                 if descent.part_of_first_length > _LEAST_PART:
                     return {**first, _LEGS: numbers}
         used = {legs[0].user_attrs[PLAN][_START] for legs in chains.values()}
-        left = [trial.number for trial in ranked(trials) if trial.number not in used and trial.user_attrs[METHOD] in self._start_names]
+        starts = [trial for trial in ranked(trials) if trial.user_attrs[METHOD] in self._start_names]
+        left = [trial.number for trial in starts if trial.number not in used]
         if left and len(chains) < self.config.num_starts:
             return {_CHAIN: len(chains), _START: left[0], _LEGS: [], NUM_STEPS: self._num_windows}
         return None
@@ -101,7 +104,10 @@ class GradientSampler(CandidateSampler):
         return self._new(self.space.repair(average), known_candidates(trials, number))
 
     def _draw(self, past: Past, index: int, rng: np.random.Generator) -> Candidate:
-        return self._polish._draw(past, index, rng)
+        ranked = [entry.candidate for entry in past.scored[:_NUM_PARENTS]]
+        if not ranked:
+            ranked = [self.space.decode(np.ones(self.space.num_dimensions))]
+        return offspring(self.space, ranked, past.known, index % 2 == 1, _MUTATION_PROBABILITY, rng)
 
     def _replayed(self, trials: Sequence[FrozenTrial], plan: dict[str, Any], legs: Sequence[int]) -> Descent:
         start = recorded_regime(trials[plan[_START]], self.space.target_length)

@@ -5,7 +5,14 @@ from collections.abc import Sequence
 from ropesearch.errors import InputError
 from ropesearch.rope.regime import Regime
 from ropesearch.search.cmaes import CMAESSampler
-from ropesearch.search.config import CMAESConfig, EvolutionConfig, GradientConfig, OptimizerConfig, RandomConfig, TPEConfig
+from ropesearch.search.config import (
+    CMAESConfig,
+    EvolutionConfig,
+    GradientConfig,
+    OptimizerConfig,
+    RandomConfig,
+    TPEConfig,
+)
 from ropesearch.search.evolution import EvolutionSampler
 from ropesearch.search.gradient import GradientSampler
 from ropesearch.search.random_search import RandomSampler

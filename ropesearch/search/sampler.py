@@ -44,9 +44,9 @@ class Past:
 
 
 class StepAsked(NamedTuple):
-    """A gradient step that a sampler asks for: its index within the trial, the regime, and which search window."""
+    """A gradient step that is asked for: its place among those of the trial, the regime, and the search window."""
 
-    index: int
+    place: int
     regime: Regime
     window: int
 
@@ -150,7 +150,8 @@ class CandidateSampler(BaseSampler):
 
 def known_candidates(trials: Sequence[FrozenTrial], number: int) -> set[Candidate]:
     """The candidates of all trials but `number`, failed and running ones too."""
-    return {recorded_candidate(trial) for trial in trials if trial.number != number} - {None}
+    candidates = (recorded_candidate(trial) for trial in trials if trial.number != number)
+    return {candidate for candidate in candidates if candidate is not None}
 
 
 def check_at_least(name: str, value: int, least: int) -> None:

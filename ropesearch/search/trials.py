@@ -49,7 +49,7 @@ def step_key(index: int) -> str:
 
 def recorded_steps(trial: FrozenTrial | Trial) -> list[Step]:
     """The gradient steps that a trial has made so far, in order."""
-    found = []
+    found: list[Step] = []
     while (value := trial.user_attrs.get(step_key(len(found)))) is not None:
         found.append(Step(**{**value, "gradient": tuple(value["gradient"])}))
     return found

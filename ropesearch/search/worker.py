@@ -306,7 +306,7 @@ class _Worker:
                 if self.differentiate is None:
                     raise ScoringError("no gradients are given to this search")
                 step = self.differentiate(asked.regime, asked.window)
-                outcome: dict[str, Any] = {step_key(asked.index): step.to_json()}
+                outcome: dict[str, Any] = {step_key(asked.place): step.to_json()}
             except ScoringError as error:
                 outcome = {FAILURE: str(error)}
             outcome[SECONDS] = recorded.get(SECONDS, 0.0) + time.perf_counter() - started
@@ -315,7 +315,7 @@ class _Worker:
                 for key, value in outcome.items():
                     trial.set_user_attr(key, value)
                 if FAILURE not in outcome:
-                    trial.report(step.nats_per_token, asked.index)
+                    trial.report(step.nats_per_token, asked.place)
             if FAILURE in outcome:
                 return trial
             self._report(SEARCH, trial.number, SEARCHED, None, None)
