@@ -23,7 +23,7 @@ from ropesearch.score.config import ScoringConfig
 from ropesearch.search.config import (
     OPTIMIZERS,
     BudgetConfig,
-    EvolutionConfig,
+    GradientConfig,
     OptimizerConfig,
     SelectionConfig,
     SpaceConfig,
@@ -49,7 +49,7 @@ class SearchJob:
     model: ModelConfig = group(ModelConfig)
     corpus: CorpusConfig = group(CorpusConfig)
     space: SpaceConfig = group(SpaceConfig)
-    optimizer: OptimizerConfig = group(EvolutionConfig, OPTIMIZERS)
+    optimizer: OptimizerConfig = group(GradientConfig, OPTIMIZERS)
     objective: ScoringConfig = group(ScoringConfig)
     selection: SelectionConfig = group(SelectionConfig)
     budget: BudgetConfig = group(BudgetConfig)
@@ -197,7 +197,8 @@ def compose(job_name: str, path: str | None, overrides: Sequence[str]) -> Any:
             raise InputError(f"{name}: expected one of {', '.join(groups[name])}, got {value!r}")
         given[name] = value
     presets = [f"{name}={value}" for name, value in given.items() if name in groups]
-    chosen = {**_default_presets(job.schema), **{name: value for name, value in given.items() if name in groups}}
+    chosen = {**_default_variants(job.schema)}
+    chosen |= {name: _variant_of(name, value) for name, value in given.items() if name in chosen}
     known = {key.name: key for key in every if key.preset in (None, *(f"{name}={of}" for name, of in chosen.items()))}
     values: dict[str, Any] = {}
     for name, value in given.items():
@@ -291,14 +292,22 @@ def _with_values(config: Any, values: Mapping[str, Any]) -> Any:
     return dataclasses.replace(config, **fields)
 
 
-def _default_presets(schema: type) -> dict[str, str]:
-    """The preset of each group with variants that is chosen when none is given."""
+def _default_variants(schema: type) -> dict[str, str]:
+    """The variant of each group with variants that is chosen when none is given."""
     return {
         field.name: name
         for field in dataclasses.fields(schema)
         for name, variant in field.metadata.get("variants", {}).items()
         if variant is field.default_factory
     }
+
+
+def _variant_of(group_name: str, preset: str) -> str:
+    """The variant whose schema a preset's file extends: several presets may share one, as `auto` has another's."""
+    from omegaconf import OmegaConf
+
+    defaults: Any = OmegaConf.load(conf_folder() / group_name / f"{preset}.yaml")["defaults"]
+    return str(defaults[0]).removeprefix("schema_")
 
 
 def _composed(job_name: str, presets: list[str]) -> Any:

@@ -37,6 +37,7 @@ def search_words(model: Path, corpus: Path, run: Path, num_trials: int = 12) -> 
         "corpus.num_search_windows=3",
         "corpus.num_selection_windows=3",
         "corpus.num_held_out_windows=3",
+        "optimizer=evolution",
         "optimizer.num_population=6",
         "optimizer.num_parents=4",
         "selection.num_finalists=2",

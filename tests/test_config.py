@@ -83,6 +83,8 @@ ALL_KEYS = {
         "optimizer.num_candidates",  # cmaes
         "optimizer.num_population",
         "optimizer.initial_sigma",
+        "optimizer.num_candidates",  # gradient
+        "optimizer.num_starts",
         *OBJECTIVE_KEYS,
         "selection.num_finalists",
         "budget.num_trials",
@@ -96,7 +98,7 @@ ALL_KEYS = {
 }
 EACH_KEY = [(job_name, key) for job_name in JOBS for key in keys_of(JOBS[job_name].schema)]
 each_key = pytest.mark.parametrize(("job_name", "key"), EACH_KEY, ids=lambda value: getattr(value, "name", value))
-DEFAULTS = {"optimizer=evolution"}
+DEFAULTS = {"optimizer=gradient"}
 
 # What shells, YAML, Hydra and OmegaConf make something of, and a user may have in the name of a folder.
 ODD_TEXTS = [
@@ -418,7 +420,7 @@ def test_presets_are_the_files_of_conf() -> None:
         "model": ["causal_lm"],
         "corpus": ["documents"],
         "space": ["longrope", "longrope2", "piecewise"],
-        "optimizer": ["cmaes", "evolution", "random", "tpe"],
+        "optimizer": ["auto", "cmaes", "evolution", "gradient", "random", "tpe"],
         "objective": ["guarded", "last_tokens", "needle", "perplexity"],
         "storage": ["journal"],
     }
@@ -428,7 +430,8 @@ def test_presets_are_the_files_of_conf() -> None:
 def test_every_file_of_conf_extends_a_schema_and_belongs_to_a_job(file: Path) -> None:
     defaults = yaml.safe_load(file.read_text())["defaults"]
     group = file.parent.name if file.parent != conf_folder() else None
-    assert defaults[0] == ("schema" if group and group != "optimizer" else f"schema_{file.stem}")
+    schema = {"auto": "gradient"}.get(file.stem, file.stem)
+    assert defaults[0] == ("schema" if group and group != "optimizer" else f"schema_{schema}")
     assert file.stem in JOBS if group is None else any(group in groups_of(job.schema) for job in JOBS.values())
     for job_name, job in JOBS.items():
         if group in groups_of(job.schema):

@@ -222,9 +222,8 @@ def test_a_search_with_lengths_and_a_guard_says_what_it_was(
         "space=piecewise",
         "optimizer.num_population=4",
     ]
-    words = [
-        word for word in words if not word.startswith("optimizer.num_parents") and word != "optimizer.num_population=6"
-    ]
+    evolution = ("optimizer=evolution", "optimizer.num_parents=4", "optimizer.num_population=6")
+    words = [word for word in words if word not in evolution]
     assert cli.main(words) == 0
     out = capsys.readouterr().out
     assert "objective: nats per token, weighted 0.25 at 32 tokens, 0.75 at 128 tokens; guard: perplexity on" in out

@@ -18,7 +18,7 @@ ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 BLOCKS = re.findall(r"^```(\w*)\n(.*?)^```$", README, flags=re.MULTILINE | re.DOTALL)
 SMALL = [
-    "budget.num_trials=6", "optimizer.num_population=5", "optimizer.num_parents=3", "selection.num_finalists=2",
+    "budget.num_trials=6", "selection.num_finalists=2",
     "cache=null",
     *(f"corpus.num_{split}_windows=3" for split in ("search", "selection", "held_out")),
 ]  # fmt: skip

@@ -12,7 +12,7 @@ from ropesearch.search.descent import Descent
 from ropesearch.search.evolution import offspring
 from ropesearch.search.sampler import CandidateSampler, Past, StepAsked, check_at_least, known_candidates
 from ropesearch.search.space import Candidate, Space
-from ropesearch.search.trials import METHOD, NUM_STEPS, PLAN, ranked, recorded_regime, recorded_steps
+from ropesearch.search.trials import METHOD, NUM_STEPS, PLAN, rank, ranked, recorded_regime, recorded_steps
 
 # A descent ends when its steps have become this much shorter than the first.
 _LEAST_PART = 0.1
@@ -30,10 +30,11 @@ class GradientSampler(CandidateSampler):
     iterates, on the grid, as the candidate. So only full windows make a score, and a step's derivatives are kept in its
     trial: the descent is replayed from the study for every proposal, and goes on wherever it was stopped.
 
-    A descent ends when its steps have become short, or when a leg has failed. The next one begins at the next best
-    start, up to `num_starts`. With several workers, a worker that finds all descents at work begins the next one at
-    once. What is left of num_candidates is an evolution's: mutants and crossovers of the best of all, which also tries
-    what gradients do not see: other retained tokens, and the fast pairs, whose angles wrap.
+    A descent ends when its steps have become short, when a leg has failed, or when it is worse than the first descent
+    was after as many legs. The next one begins at the next best start, up to `num_starts`. With several workers, one
+    that finds all descents at work begins the next at once. What is left of num_candidates is an evolution's: mutants
+    and crossovers of the best of all, which also tries what gradients do not see: other retained tokens, and the fast
+    pairs, whose angles wrap.
 
     Raises InputError when the configuration cannot be run.
     """
@@ -63,25 +64,38 @@ class GradientSampler(CandidateSampler):
 
     def plan(self, trials: Sequence[FrozenTrial], number: int) -> dict[str, Any] | None:
         """The leg of a descent that trial `number` is: its chain, where that began and the legs before; None where no
-        descent is to be gone on with.
+        descent is to be begun or gone on with.
         """
+        if number < self._num_baselines:
+            return None
         chains: dict[int, list[FrozenTrial]] = {}
         for trial in trials:
             if trial.number < number and PLAN in trial.user_attrs:
                 chains.setdefault(trial.user_attrs[PLAN][_CHAIN], []).append(trial)
-        for _, legs in sorted(chains.items()):
-            if all(leg.state is TrialState.COMPLETE for leg in legs):
-                first = legs[0].user_attrs[PLAN]
-                numbers = [leg.number for leg in legs]
-                descent = self._replayed(trials, first, numbers)
-                if descent.part_of_first_length > _LEAST_PART:
-                    return {**first, _LEGS: numbers}
+        for chain, legs in sorted(chains.items()):
+            if self._goes_on(trials, legs, chains[0] if chain else legs):
+                return {**legs[0].user_attrs[PLAN], _LEGS: [leg.number for leg in legs]}
         used = {legs[0].user_attrs[PLAN][_START] for legs in chains.values()}
         starts = [trial for trial in ranked(trials) if trial.user_attrs[METHOD] in self._start_names]
         left = [trial.number for trial in starts if trial.number not in used]
         if left and len(chains) < self.config.num_starts:
             return {_CHAIN: len(chains), _START: left[0], _LEGS: [], NUM_STEPS: self._num_windows}
         return None
+
+    def _goes_on(
+        self, trials: Sequence[FrozenTrial], legs: Sequence[FrozenTrial], first_legs: Sequence[FrozenTrial]
+    ) -> bool:
+        """Whether a descent has another leg: none is at work or has failed, the steps are not short yet, and after as
+        many legs it is no worse than the first descent was.
+        """
+        if not all(leg.state is TrialState.COMPLETE for leg in legs):
+            return False
+        counterparts = first_legs[: len(legs)]
+        scored = len(counterparts) == len(legs) and counterparts[-1].state is TrialState.COMPLETE
+        if scored and rank(legs[-1])[:2] > rank(counterparts[-1])[:2]:
+            return False
+        descent = self._replayed(trials, legs[0].user_attrs[PLAN], [leg.number for leg in legs])
+        return descent.part_of_first_length > _LEAST_PART
 
     def next_step(self, trials: Sequence[FrozenTrial], number: int) -> StepAsked | None:
         """The next step of trial `number`'s leg."""

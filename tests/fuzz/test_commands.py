@@ -134,7 +134,7 @@ def good(job_name: str, given: Path) -> dict[str, str]:
             "model.path": str(given / "model"),
             "target_length": "128",
             "budget.num_trials": "1",
-            "optimizer.num_population": "3",
+            "optimizer.num_candidates": "3",
             "selection.num_finalists": "1",
             "run": str(given.parent / "run"),
             **corpus,
