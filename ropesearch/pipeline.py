@@ -118,6 +118,11 @@ def search(job: SearchJob) -> SearchOutcome:
             "tables": {table.name: regime_json(table) for table in tables},
             "seed": job.seed,
         }
+        short_regime = None
+        if objective.guarded_tokens is not None and own.varies:
+            # Short inputs get another table than trial 0 from the checkpoint; what they cost under it is the measure.
+            short_regime = own.regime_at(geometry.original_length)
+            fingerprints["guard_reference"] = regime_json(short_regime)
         depends_on = {**origin.identity, "own_table": own.to_json()}
         scorer = _Scorer(
             load=lambda: origin.loaded_with(lambda: load_model(job.model)),
@@ -142,6 +147,9 @@ def search(job: SearchJob) -> SearchOutcome:
             budget=job.budget,
             selection=job.selection,
             objective=objective,
+            guard_reference=None
+            if short_regime is None
+            else lambda split: scorer.score(short_regime, windows[split].cut(geometry.original_length), whole_windows),
             on_event=on_event,
         )
         if own.varies and result.method == UNSCALED:

@@ -28,7 +28,7 @@ class Objective:
     """The weighted mean of its parts' nats per token, and the guard; by default the mean over all that is scored.
 
     With a guard, the first `guarded_tokens` of each window may have at most exp(tolerance_nats) times the perplexity
-    that the unscaled model has on them.
+    that the unscaled model has on them, read alone.
     """
 
     parts: Sequence[Part] = ()
@@ -52,7 +52,7 @@ class Objective:
 
     def excess_nats(self, score: Score, unscaled: Score | None) -> float | None:
         """By how many nats per token a score exceeds what the guard allows, at most 0 where it keeps it; None without
-        a guard. `unscaled` is the unscaled model's score of the same windows.
+        a guard. `unscaled` is the unscaled model's score of the same windows, or of their first `guarded_tokens`.
 
         Raises InputError where there is a guard and no `unscaled`.
         """
