@@ -67,6 +67,7 @@ def search(job: SearchJob) -> SearchOutcome:
     """
     _quiet_libraries()
     expect_given("search", job)
+    job.check()
     small_files = find_checkpoint(job.model, with_weights=False)
     check_entries(small_files)
     small_states = checkpoint_states(small_files)
@@ -80,11 +81,9 @@ def search(job: SearchJob) -> SearchOutcome:
     space = Space(geometry, job.target_length, job.space)
     seeds = seed_regimes(baselines, tables)
     sampler = make_sampler(space, job.optimizer, job.seed, seeds=seeds, num_baselines=len(baselines))
-    job.objective.check(job.target_length)
     objective = objective_of(job.objective, job.target_length, geometry.original_length)
     whole_windows = dataclasses.replace(job.objective, last_tokens=None)  # what short inputs are reported on
     whole_windows.check(geometry.original_length)
-    job.selection.check()
     windows = build_windows(
         job.corpus, load_tokenizer(job.model), job.target_length, job.seed, _cache_folder(job.cache)
     )
@@ -211,6 +210,7 @@ def evaluate(job: EvaluateJob) -> EvaluateOutcome:
     """
     _quiet_libraries()
     expect_given("evaluate", job)
+    job.check()
     folder = find_folder(Path(job.path))
     check_entries(folder)
     rope_config = RopeConfig.read(folder)

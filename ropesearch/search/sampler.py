@@ -118,9 +118,3 @@ class CandidateSampler(BaseSampler):
                 "ask for fewer trials or a finer grid"
             )
         return new
-
-
-def check_at_least(name: str, value: int, least: int) -> None:
-    """Raise InputError unless the optimizer's key `name` is at least `least`."""
-    if value < least:
-        raise InputError(f"optimizer.{name}: expected at least {least}, got {value}")

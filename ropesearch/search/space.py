@@ -16,7 +16,7 @@ from ropesearch.errors import InputError
 from ropesearch.rope.geometry import Geometry
 from ropesearch.rope.methods import attention_factor_formula
 from ropesearch.rope.regime import Regime
-from ropesearch.search.config import SpaceConfig
+from ropesearch.search.config import SpaceConfig, num_grid_steps
 
 SEARCHED = "searched"
 
@@ -50,11 +50,7 @@ class Space:
 
     def __init__(self, geometry: Geometry, target_length: int, config: SpaceConfig) -> None:
         ratio = geometry.ratio(target_length)
-        if not (math.isfinite(config.max_factor_over_ratio) and config.max_factor_over_ratio >= 1):
-            raise InputError(
-                f"space.max_factor_over_ratio: expected at least 1, so that linear interpolation is inside, "
-                f"got {config.max_factor_over_ratio}"
-            )
+        config.check(target_length)
         self.geometry = geometry
         self.target_length = target_length
         self.num_pairs = geometry.num_pairs
@@ -71,11 +67,6 @@ class Space:
             )
         self._factors = _grid("space.factor_step", config.factor_step, ratio * config.max_factor_over_ratio)
         if self.searches_pairs_at_ratio or self.num_pairs_at_ratio:
-            if config.max_factor_over_ratio != 1:
-                raise InputError(
-                    "space.max_factor_over_ratio: expected 1 with pairs at the ratio (space.num_pairs_at_ratio), as "
-                    f"factors do not decrease, got {config.max_factor_over_ratio}"
-                )
             if self._factors[-1] != ratio:  # the ratio itself is the last value, wherever the grid ends before it
                 near = math.isclose(self._factors[-1], ratio, rel_tol=1e-12)
                 self._factors = np.append(self._factors[:-1] if near else self._factors, ratio)
@@ -93,7 +84,7 @@ class Space:
             )
         else:
             self._attention = np.array([_held_attention(config.attention_factor, ratio, geometry.original_length)])
-        self.retained_choices = _retained(config.retained_tokens, target_length)
+        self.retained_choices = tuple(sorted(config.retained_tokens))
         self._retained_position = {tokens: position for position, tokens in enumerate(self.retained_choices)}
 
     @property
@@ -224,51 +215,21 @@ def _nearest(grid: NDArray[np.float64], values: NDArray[np.float64]) -> NDArray[
 
 def _grid(key: str, step: float, highest: float) -> NDArray[np.float64]:
     """1, 1 + step, ... up to `highest`, each the float that its decimal digits name."""
-    if not (math.isfinite(step) and step > 0):
-        raise InputError(f"{key}: expected a finite number above 0, got {step}")
-    if not (math.isfinite(highest) and highest >= 1):
-        raise InputError(f"{key}: the grid starts at 1, so its end must be finite and at least 1, got {highest}")
-    exact = Fraction(repr(float(step)))
-    num_steps = (Fraction(highest) - 1 + exact * Fraction(1, 10**6)) // exact  # a rounding of `highest` costs no step
-    if not 1 <= num_steps <= 10**6:
-        remedy = "a smaller step" if num_steps < 1 else "a larger step, or a shorter target_length"
-        raise InputError(
-            f"{key}: expected a step that leaves 2 to a million values from 1 to {highest:g}, got {step}; "
-            f"ask for {remedy}"
-        )
+    exact, num_steps = Fraction(repr(float(step))), num_grid_steps(key, step, 1.0, highest)
     whole, unit = exact.numerator, exact.denominator  # a quotient of integers is rounded once, like a decimal literal
-    return np.array([(unit + position * whole) / unit for position in range(int(num_steps) + 1)])
+    return np.array([(unit + position * whole) / unit for position in range(num_steps + 1)])
 
 
 def _held_attention(value: str | float, ratio: float, original_length: int) -> float:
-    expected = 'space.attention_factor: expected "search", "longrope", "yarn" or a number above 0'
     if value in ("longrope", "yarn"):
         return attention_factor_formula(str(value), ratio, original_length)
-    try:
-        number = float(value)
-    except ValueError as error:
-        raise InputError(f"{expected}, got {value!r}") from error
-    if not (math.isfinite(number) and number > 0):
-        raise InputError(f"{expected}, got {value!r}")
-    return number
+    return float(value)
 
 
 def _retained_pairs(key: str, value: int | str, num_pairs: int) -> tuple[int, bool]:
     """How many pairs are held, and whether their number is searched."""
     if value == "search":
         return 0, True
-    if not isinstance(value, int) or not 0 <= value < num_pairs:
-        raise InputError(
-            f"{key}: expected 'search' or from 0 to {num_pairs - 1} of the {num_pairs} pairs, got {value!r}"
-        )
-    return value, False
-
-
-def _retained(choices: list[int], target_length: int) -> tuple[int, ...]:
-    kept = tuple(sorted(set(choices)))
-    if not kept or kept[0] < 0 or kept[-1] > target_length:
-        raise InputError(
-            f"space.retained_tokens: expected at least one number of tokens from 0 to target_length = {target_length}, "
-            f"got {list(choices)}"
-        )
-    return kept
+    if int(value) >= num_pairs:
+        raise InputError(f"{key}: expected 'search' or from 0 to {num_pairs - 1} of the {num_pairs} pairs, got {value}")
+    return int(value), False
