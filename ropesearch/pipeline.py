@@ -34,6 +34,7 @@ from ropesearch.model.load import (
     load_tokenizer,
     read_geometry,
     read_layer_limits,
+    read_length_note,
     read_own,
 )
 from ropesearch.model.own import UNSCALED, UNSCALED_LONG
@@ -75,6 +76,8 @@ def search(job: SearchJob) -> SearchOutcome:
     geometry.ratio(job.target_length)
     check_expressible(small_files, geometry, job.target_length, trust_remote_code=job.model.trust_remote_code)
     limits = read_layer_limits(small_files, trust_remote_code=job.model.trust_remote_code)
+    notes = [f"{geometry.model_type}: {limit}" for limit in limits]
+    notes += read_length_note(small_files, job.model.original_length, trust_remote_code=job.model.trust_remote_code)
     own = read_own(small_files, geometry, trust_remote_code=job.model.trust_remote_code)
     tables = read_tables(job.tables, geometry, job.target_length, RESERVED_NAMES)
     baselines = baseline_regimes(geometry, job.target_length, own.regime_at(job.target_length), tables)
@@ -96,9 +99,9 @@ def search(job: SearchJob) -> SearchOutcome:
 
     run = RunFolder.of("search", job.run, plain(job), without=("run", "budget", "cache", "weights"))
     with run.logged(), ProgressDisplay() as display:
-        for limit in limits:
-            _log.warning("%s: %s", geometry.model_type, limit)
-            display.say(f"note: {geometry.model_type}: {limit}")
+        for note in notes:
+            _log.warning("%s", note)
+            display.say(f"note: {note}")
         fingerprints = {
             "weights": binding.digest,
             "config": origin.config_digest,

@@ -23,13 +23,13 @@ from ropesearch.data.config import CorpusConfig
 from ropesearch.data.windows import build_windows
 from ropesearch.model.config import DType, ModelConfig
 from ropesearch.model.install import installed
-from ropesearch.model.load import load_model, read_geometry, read_own
+from ropesearch.model.load import load_model, read_geometry, read_length_note, read_own
 from ropesearch.rope.regime import Regime
 from ropesearch.score.config import ScoringConfig
 from ropesearch.score.scorer import score_windows
-from tests import runs
+from tests import runs, toys
 from tests.artifact import examples
-from tests.model.test_own import CASES, LONG, ORIGINAL_LENGTH, TARGET_LENGTH, logits, write
+from tests.model.test_own import CASES, LONG, ORIGINAL_LENGTH, SCALED, TARGET_LENGTH, logits, write
 
 REGIME = Regime(
     name="searched",
@@ -244,6 +244,34 @@ def test_an_own_table_that_varies_and_wins_is_held(
     assert rows["unscaled", runs.TARGET_LENGTH] == rows["unscaled_long", runs.TARGET_LENGTH]
     assert rows["unscaled", ORIGINAL_LENGTH] != rows["unscaled_long", ORIGINAL_LENGTH]
     assert cli.main(["verify", str(run)]) == 0
+
+
+@pytest.mark.parametrize("rope_type", ["default", *SCALED])
+def test_an_original_length_that_contradicts_config_json_is_noted(rope_type: str, tmp_path: Path) -> None:
+    """Unscaled, config.json says it with max_position_embeddings; linear and dynamic scaling leave it open."""
+    if rope_type == "default":
+        model = toys.write_checkpoint(tmp_path / "model", max_position_embeddings=ORIGINAL_LENGTH)
+    else:
+        model = write(tmp_path / "model", "llama", rope_type)
+    key = "max_position_embeddings" if rope_type == "default" else "original_max_position_embeddings"
+    expected = f"model.original_length = 16 is used, where config.json says {key} = {ORIGINAL_LENGTH}; "
+    found = read_length_note(model, 16)
+    assert [note.startswith(expected) for note in found] == [True] * (rope_type not in ("linear", "dynamic"))
+    assert read_length_note(model, ORIGINAL_LENGTH) == ()
+    assert rope_type != "default" or read_length_note(model, None) == ()
+
+
+def test_a_search_says_that_an_original_length_contradicts_config_json(
+    toy_folder: Path, corpus: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = [*runs.search_words(toy_folder, corpus, tmp_path / "run", num_trials=1), "model.original_length=32"]
+    assert cli.main(words) == 0
+    said = "model.original_length = 32 is used, where config.json says max_position_embeddings = 64; the ratio, the "
+    assert [line[: len(said) + 6] for line in capsys.readouterr().err.splitlines() if line.startswith("note: ")] == [
+        f"note: {said}"
+    ]
+    assert f"WARNING ropesearch.pipeline: {said}" in (tmp_path / "run" / "log.txt").read_text()
+    assert RopeConfig.read(tmp_path / "run").geometry.original_length == 32
 
 
 FACTORS = [1.0, 1.2, 1.41, 1.6, 1.83, 1.9, 1.97, 2.0]
