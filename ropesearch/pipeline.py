@@ -79,7 +79,7 @@ def search(job: SearchJob) -> SearchOutcome:
     notes = [f"{geometry.model_type}: {limit}" for limit in limits]
     notes += read_length_note(small_files, job.model.original_length, trust_remote_code=job.model.trust_remote_code)
     own = read_own(small_files, geometry, trust_remote_code=job.model.trust_remote_code)
-    tables = read_tables(job.tables, geometry, job.target_length, RESERVED_NAMES)
+    tables, table_notes = read_tables(job.tables, geometry, job.target_length, RESERVED_NAMES)
     baselines = baseline_regimes(geometry, job.target_length, own.regime_at(job.target_length), tables)
     space = Space(geometry, job.target_length, job.space)
     seeds = seed_regimes(baselines, tables)
@@ -99,7 +99,7 @@ def search(job: SearchJob) -> SearchOutcome:
 
     run = RunFolder.of("search", job.run, plain(job), without=("run", "budget", "cache", "weights"))
     with run.logged(), ProgressDisplay() as display:
-        for note in notes:
+        for note in [*notes, *table_notes]:
             _log.warning("%s", note)
             display.say(f"note: {note}")
         fingerprints = {

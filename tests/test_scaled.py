@@ -284,9 +284,13 @@ def test_tables_are_baselines_and_seeds(
     csv.write_text("\n".join(map(str, FACTORS)))
     (tmp_path / "other.json").write_text(json.dumps(examples.rope_config().to_json()))
     run = tmp_path / "run"
-    words = [*runs.search_words(toy_folder, corpus, run), f"tables=[{csv}, {tmp_path / 'other.json'}]"]
+    (tmp_path / "again.csv").write_text(csv.read_text())
+    files = f"tables=[{csv}, {tmp_path / 'other.json'}, {tmp_path / 'again.csv'}]"
+    words = [*runs.search_words(toy_folder, corpus, run), files]
     assert cli.main(words) == 0
-    shown = capsys.readouterr().out
+    shown, said = capsys.readouterr()
+    assert f"note: tables: {tmp_path / 'again.csv'} holds the same table as {csv}: one row, mine\n" in said
+    assert "again" not in shown
     trials = runs.trials_of(run)
     assert [trial[4] for trial in trials[:6]] == ["unscaled", "linear", "ntk", "yarn", "mine", "other"]
     assert trials[4][5]["factors"] == FACTORS and trials[4][3] == {}

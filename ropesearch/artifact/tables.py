@@ -23,13 +23,16 @@ _NUMBER = re.compile(r"[+-]?(?:\d+\.?\d*|\.\d+)(?:[eE][+-]?\d+)?|[+-]?(?:nan|inf
 
 def read_tables(
     paths: Sequence[str], geometry: Geometry, target_length: int, taken_names: Collection[str]
-) -> list[Regime]:
-    """The table in each file as a regime that serves target_length tokens, named after its file.
+) -> tuple[list[Regime], list[str]]:
+    """The table in each file as a regime that serves target_length tokens, named after its file; and a sentence for
+    each file that is left out, as another one before it holds the same table.
 
     No two names are the same and none is in `taken_names`: a number is put behind them where need be. Raises
     InputError, see `table_of` and `table_files`.
     """
     tables: list[Regime] = []
+    files: list[Path] = []
+    notes: list[str] = []
     for path in table_files(paths):
         where = f"tables: {path}"
         try:
@@ -37,8 +40,14 @@ def read_tables(
         except OSError as error:
             raise InputError(f"{where}: expected a readable file, got {error.strerror or error}") from error
         name = _name_of(path, {*taken_names, *(table.name for table in tables)})
-        tables.append(table_of(content, where, name, geometry, target_length))
-    return tables
+        table = table_of(content, where, name, geometry, target_length)
+        same = [index for index, other in enumerate(tables) if dataclasses.replace(other, name=name) == table]
+        if same:
+            notes.append(f"{where} holds the same table as {files[same[0]]}: one row, {tables[same[0]].name}")
+            continue
+        tables.append(table)
+        files.append(path)
+    return tables, notes
 
 
 def table_of(content: bytes, where: str, name: str, geometry: Geometry, target_length: int) -> Regime:
