@@ -76,7 +76,7 @@ class SearchOutcome:
             price = (
                 f"perplexity at {original_length} tokens {perplexity_text(before.nats, before.tokens)} unscaled, "
                 f"{perplexity_text(after.nats, after.tokens)} now "
-                f"({math.expm1(after.nats / after.tokens - before.nats / before.tokens):+.1%})"
+                f"({_signed(math.expm1(after.nats / after.tokens - before.nats / before.tokens), '.1%')})"
             )
         parts = [
             f"perplexity at {target_length} tokens{_of_last(self.rope_config.search)} ({documents})",
@@ -188,6 +188,13 @@ def _of_last(search: Mapping[str, Any]) -> str:
 def _above(row: Evaluation, won: Evaluation) -> str:
     """By how many nats per token `row` lies above the winner; a single document admits no interval."""
     if len(row.window_nats) < 2:
-        return f"{row.nats / row.tokens - won.nats / won.tokens:+.4f}"
+        return _signed(row.nats / row.tokens - won.nats / won.tokens, ".4f")
     interval = paired_interval(row, won)
-    return f"{interval.difference:+.4f} ({interval.low:+.4f} to {interval.high:+.4f})"
+    difference, low, high = (_signed(each, ".4f") for each in (interval.difference, interval.low, interval.high))
+    return f"{difference} ({low} to {high})"
+
+
+def _signed(value: float, form: str) -> str:
+    """`value` with its sign; what is shown as zero gets a plus."""
+    text = f"{value:+{form}}"
+    return text if any(digit in text for digit in "123456789") else text.replace("-", "+")

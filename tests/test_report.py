@@ -151,6 +151,27 @@ def test_an_unscaled_model_that_wins_has_no_price() -> None:
     assert "2.718 unscaled, 2.718 now (+0.0%)" in text and "no candidate beat unscaled" in text
 
 
+@pytest.mark.parametrize("difference", [0.0, -1e-9, -4e-5, 1e-9])
+def test_what_is_shown_as_zero_has_one_sign(difference: float) -> None:
+    """The price on short inputs, and by how much a method lies above the winner."""
+    rows = [
+        row("yarn", TARGET_LENGTH, 1.5 + difference, 1.75 + difference),
+        row("searched", TARGET_LENGTH, 1.5, 1.75),
+        row("unscaled", toys.ORIGINAL_LENGTH, 1.0, 1.0),
+        row("searched", toys.ORIGINAL_LENGTH, 1.0 + difference, 1.0 + difference),
+    ]
+    text = outcome(rows=rows).to_text()
+    assert "2.718 now (+0.0%)" in text
+    assert table_of(text)["yarn"][4:] == ["+0.0000", "(+0.0000", "to", "+0.0000)"]
+    text = outcome(rows=[row(each.method, each.length, each.nats / each.tokens) for each in rows]).to_text()
+    assert table_of(text)["yarn"][4:] == ["+0.0000"]
+
+
+def test_a_negative_price_keeps_its_sign() -> None:
+    rows = [*ROWS[:4], row("searched", toys.ORIGINAL_LENGTH, 0.9994, 0.9994)]
+    assert "2.717 now (-0.1%)" in outcome(rows=rows).to_text()
+
+
 def test_a_result_that_other_loaders_cannot_express_is_said() -> None:
     config = rope_config(regimes=(dataclasses.replace(REGIME, retained_tokens=4),))
     assert "other loaders cannot express retained_tokens: " in outcome(rope_config=config).to_text()
