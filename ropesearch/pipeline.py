@@ -244,7 +244,9 @@ def evaluate(job: EvaluateJob) -> EvaluateOutcome:
         regimes = comparison_regimes(geometry, target_length, rope_config.regimes, own.regime_at)
         failures: list[str] = []
         rows = _rows(scorer, windows, regimes, lengths, job.objective, display, failures)
-        outcome = EvaluateOutcome(run_folder=run.path, rows=rows, failures=failures)
+        outcome = EvaluateOutcome(
+            run_folder=run.path, rows=rows, failures=failures, last_tokens=job.objective.last_tokens
+        )
         write_json(run.path / "evaluation.json", outcome.to_json())
         return outcome
 

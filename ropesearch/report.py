@@ -11,7 +11,7 @@ from ropesearch.artifact.schema import RopeConfig
 from ropesearch.artifact.verify import Finding
 from ropesearch.evaluate.interval import paired_interval
 from ropesearch.evaluate.perplexity import Evaluation
-from ropesearch.evaluate.table import aligned, perplexity_text, render_table
+from ropesearch.evaluate.table import aligned, of_last, perplexity_text, render_table
 from ropesearch.search.worker import SearchResult
 
 
@@ -79,7 +79,7 @@ class SearchOutcome:
                 f"({_signed(math.expm1(after.nats / after.tokens - before.nats / before.tokens), '.1%')})"
             )
         parts = [
-            f"perplexity at {target_length} tokens{_of_last(self.rope_config.search)} ({documents})",
+            f"perplexity at {target_length} tokens{of_last(_last_tokens(self.rope_config.search))} ({documents})",
             aligned(lines),
             "",
             f"chosen: {result.method} (trial {result.trial_number} of {result.num_trials}, "
@@ -118,6 +118,7 @@ class EvaluateOutcome:
     run_folder: Path
     rows: Sequence[Evaluation]
     failures: Sequence[str]
+    last_tokens: int | None = None  # that were scored of each window; None: all
     exit_code: int = 0
 
     def to_json(self) -> dict[str, Any]:
@@ -129,7 +130,7 @@ class EvaluateOutcome:
         """The tables, for a terminal."""
         return "\n".join(
             [
-                render_table(self.rows),
+                render_table(self.rows, self.last_tokens),
                 *(f"not scored: {failure}" for failure in self.failures),
                 "",
                 f"run  {self.run_folder}  (evaluation.json)",
@@ -178,11 +179,10 @@ def _guard_text(result: SearchResult) -> str:
     )
 
 
-def _of_last(search: Mapping[str, Any]) -> str:
-    """Says that only the last tokens of each window were scored, where that was asked."""
+def _last_tokens(search: Mapping[str, Any]) -> int | None:
+    """How many last tokens of each window the search scored, where it was asked for some only."""
     objective = search.get("objective")
-    last_tokens = objective.get("last_tokens") if isinstance(objective, Mapping) else None
-    return "" if last_tokens is None else f", of the last {last_tokens} of each window"
+    return objective.get("last_tokens") if isinstance(objective, Mapping) else None
 
 
 def _above(row: Evaluation, won: Evaluation) -> str:

@@ -173,6 +173,9 @@ def test_evaluate_and_verify_a_run(
     for row in rows:
         if (row["method"], row["length"]) in recorded:
             assert row["nats"] == pytest.approx(recorded[row["method"], row["length"]], rel=1e-9)
+    last = ["objective.last_tokens=16", "lengths=[64]", f"run={tmp_path / 'last'}", *words[:1], *words[2:]]
+    assert cli.main(["evaluate", str(finished), *last]) == 0
+    assert capsys.readouterr().out.startswith("perplexity by length in tokens, of the last 16 of each window (held_out")
     assert cli.main(["verify", str(finished)]) == 0
     assert capsys.readouterr().out.endswith("verified\n")
 

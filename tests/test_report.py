@@ -248,6 +248,9 @@ def test_text_of_an_evaluation() -> None:
     text = EvaluateOutcome(run_folder=Path("b"), rows=ROWS[3:], failures=["yarn at 64 tokens: out of memory"]).to_text()
     assert text.splitlines()[-3:] == ["not scored: yarn at 64 tokens: out of memory", "", "run  b  (evaluation.json)"]
     assert "3.490" in text and "held_out, 2 documents" in text
+    assert "of the last" not in text
+    last = EvaluateOutcome(run_folder=Path("b"), rows=ROWS[3:], failures=[], last_tokens=32).to_text()
+    assert last.startswith("perplexity by length in tokens, of the last 32 of each window (held_out, 2 documents)\n")
     nothing = EvaluateOutcome(run_folder=Path("b"), rows=[], failures=["a", "b"]).to_text()
     assert nothing.splitlines()[:3] == ["no method could be scored", "not scored: a", "not scored: b"]
 
