@@ -90,10 +90,12 @@ class SearchOutcome:
         ]
         if result.objective.parts:
             parts.append(f"objective: {result.objective.to_text()} (columns search and selection: its exponential)")
-        if result.num_candidates_in_guard is not None:
-            parts.append(_guard_text(result))
+        excess = result.finalists[0].excess_nats
+        if excess is not None:
+            parts.append(_guard_text(result, excess))
         if result.method != "searched":
-            parts.append(f"no candidate beat {result.method} on the selection windows, so rope_config.json holds that")
+            beat = f"no candidate {_better_than(excess)} {result.method}"
+            parts.append(f"{beat} on the selection windows, so rope_config.json holds that")
         if self.rope_config.not_portable:
             parts.append(
                 f"other loaders cannot express {', '.join(self.rope_config.not_portable)}: the folder's config.json is "
@@ -165,18 +167,26 @@ def _value_text(nats_per_token: float) -> str:
     return perplexity_text(nats_per_token, 1)
 
 
-def _guard_text(result: SearchResult) -> str:
-    """How the candidates and the result stand to the guard."""
-    excess = result.finalists[0].excess_nats
-    num_kept = result.num_candidates_in_guard
-    kept = f"{num_kept} candidates keep it" if num_kept else "no candidate keeps it"
-    if excess is None:
-        return f"guard on the search windows: {kept}"
-    allowed = "within" if excess <= 0 else "BEYOND"
+def _guard_text(result: SearchResult, excess: float) -> str:
+    """How the candidates and the result, which exceeds it by `excess` nats per token, stand to the guard."""
+    num_kept, num_scored = result.num_candidates_in_guard, len(result.course)
+    if num_kept == num_scored:
+        kept = f"all {num_scored} scored candidates keep it" if num_kept else "no candidate was scored"
+    else:
+        kept = f"{num_kept or 'none'} of {num_scored} scored candidates {'keep' if num_kept != 1 else 'keeps'} it"
+    increase = _signed(math.expm1(excess + result.objective.tolerance_nats), ".2%")
+    stands = "keeps it" if excess <= 0 else "BREAKS it, the least of all finalists"
     return (
-        f"guard on the search windows: {kept}; on the selection windows {result.method} is {allowed} it by "
-        f"{abs(excess):.4f} nats per token"
+        f"guard: {kept} on the search windows; on the selection windows {result.method}, at {increase}, {stands} "
+        f"(by {abs(excess):.4f} nats per token)"
     )
+
+
+def _better_than(excess: float | None) -> str:
+    """What no candidate did better than the result: the guard goes first, and then the objective."""
+    if excess is None:
+        return "beat"
+    return "that keeps the guard beat" if excess <= 0 else "comes nearer to keeping the guard than"
 
 
 def _last_tokens(search: Mapping[str, Any]) -> int | None:

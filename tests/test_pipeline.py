@@ -254,7 +254,9 @@ def test_a_search_with_lengths_and_a_guard_says_what_it_was(
     assert search["num_candidates_in_guard"] == num_kept
     best = [entry for entry in search["selection_scores"] if entry["short_excess_nats"] <= 0]
     assert search["selection_scores"][: len(best)] == best and best
-    assert (f"{num_kept} candidates keep it" if num_kept else "no candidate keeps it") in out
+    num_scored = sum(trial[4] == "searched" for trial in trials)
+    kept = f"all {num_scored}" if num_kept == num_scored else f"{num_kept or 'none'} of {num_scored}"
+    assert f"guard: {kept} scored candidates keep" in out
     lengths = {row["length"] for row in RopeConfig.read(tmp_path / "run").evaluation}
     assert lengths == {32, toys.ORIGINAL_LENGTH, 128}
 

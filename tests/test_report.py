@@ -225,23 +225,62 @@ def test_json_is_strict_and_holds_all(each: Any) -> None:
         }
 
 
+GUARDED = Objective(
+    parts=(Part(length=TOKENS + 1, weight=1.0),), guarded_tokens=TOKENS + 1, tolerance_nats=math.log(1.05)
+)
+
+
 def test_lengths_and_guard_are_told() -> None:
     """One window of 100 tokens, all scored at either length: the columns hold the objective, the text the guard."""
-    objective = Objective(
-        parts=(Part(length=TOKENS + 1, weight=1.0),), guarded_tokens=TOKENS + 1, tolerance_nats=math.log(1.05)
-    )
     finalists = [dataclasses.replace(FINALISTS[0], excess_nats=-0.0125), *FINALISTS[1:]]
-    text = outcome(objective=objective, num_candidates_in_guard=7, finalists=finalists).to_text()
+    text = outcome(objective=GUARDED, num_candidates_in_guard=1, finalists=finalists).to_text()
     assert "objective: nats per token, weighted 1 at 101 tokens; guard: perplexity on the first 101 tokens" in text
     assert "tokens at most 5 % above the unscaled model's (columns search and selection: its exponential)" in text
+    increase = f"{math.exp(math.log(1.05) - 0.0125) - 1:+.2%}"
+    assert increase == "+3.70%"
     assert (
-        "guard on the search windows: 7 candidates keep it; on the selection windows searched is within it by" in text
+        "guard: 1 of 2 scored candidates keeps it on the search windows; on the selection windows searched, at +3.70%, "
+        "keeps it (by 0.0125 nats per token)\n" in text
     )
-    assert "0.0125 nats per token" in text
-    finalists[0] = dataclasses.replace(FINALISTS[0], excess_nats=0.25)
-    text = outcome(objective=objective, num_candidates_in_guard=0, finalists=finalists).to_text()
-    assert "no candidate keeps it; on the selection windows searched is BEYOND it by 0.2500 nats per token" in text
     assert "guard" not in outcome().to_text() and "objective:" not in outcome().to_text()
+
+
+@pytest.mark.parametrize(
+    ("num_kept", "winner", "excess", "guard", "won"),
+    [
+        (0, "searched", 0.25, "none of 2 scored candidates keep it", "BREAKS it, the least of all finalists"),
+        (0, "searched", -0.25, "none of 2 scored candidates keep it", "keeps it"),  # on other windows
+        (2, "searched", 0.0, "all 2 scored candidates keep it", "keeps it"),
+        (2, "searched", 0.25, "all 2 scored candidates keep it", "BREAKS it, the least of all finalists"),
+        (0, "yarn", -0.25, "none of 2 scored candidates keep it", "keeps it"),
+        (2, "yarn", -0.25, "all 2 scored candidates keep it", "keeps it"),
+        (0, "yarn", 0.25, "none of 2 scored candidates keep it", "BREAKS it, the least of all finalists"),
+    ],
+)
+def test_the_guards_outcome_is_told_without_contradiction(
+    num_kept: int, winner: str, excess: float, guard: str, won: str
+) -> None:
+    """Which candidates keep it, whether the result does, and, for a baseline, what no candidate did better."""
+    first = FINALISTS[0] if winner == "searched" else FINALISTS[1]
+    finalists = [dataclasses.replace(first, excess_nats=excess), *(each for each in FINALISTS if each is not first)]
+    text = outcome(objective=GUARDED, num_candidates_in_guard=num_kept, finalists=finalists, method=winner).to_text()
+    assert f"guard: {guard} on the search windows; on the selection windows {winner}, at " in text
+    assert f"%, {won} (by {abs(excess):.4f} nats per token)" in text
+    beaten = [line for line in text.splitlines() if line.startswith("no candidate ")]
+    if winner == "searched":
+        assert beaten == []
+    else:
+        better = "that keeps the guard beat" if excess <= 0 else "comes nearer to keeping the guard than"
+        expected = f"no candidate {better} yarn on the selection windows, so rope_config.json holds that"
+        assert beaten == [expected]
+
+
+def test_a_guard_without_a_scored_candidate() -> None:
+    finalists = [dataclasses.replace(FINALISTS[1], excess_nats=-0.25), FINALISTS[3]]
+    text = outcome(
+        objective=GUARDED, num_candidates_in_guard=0, finalists=finalists, method="yarn", course=[]
+    ).to_text()
+    assert "guard: no candidate was scored on the search windows; on the selection windows yarn, at " in text
 
 
 def test_text_of_an_evaluation() -> None:
