@@ -154,13 +154,22 @@ class VerifyOutcome:
 
     def to_json(self) -> dict[str, Any]:
         """The findings as JSON values."""
-        rows = [{"level": each.level.name, "ok": each.ok, "message": each.message} for each in self.findings]
+        rows = [
+            {"level": each.level.name, "ok": each.ok, "note": each.is_note, "message": each.message}
+            for each in self.findings
+        ]
         return {"folder": str(self.folder), "verified": self.exit_code == 0, "findings": rows}
 
     def to_text(self) -> str:
         """One line a finding, and the answer."""
-        lines = [f"{'ok  ' if each.ok else 'FAIL'}  {each.level.name:<7} {each.message}" for each in self.findings]
+        lines = [f"{_outcome_of(each)}  {each.level.name:<7} {each.message}" for each in self.findings]
         return "\n".join([*lines, "verified" if self.exit_code == 0 else "NOT verified"])
+
+
+def _outcome_of(finding: Finding) -> str:
+    if finding.is_note:
+        return "note"
+    return "ok  " if finding.ok else "FAIL"
 
 
 def _value_text(nats_per_token: float) -> str:

@@ -62,6 +62,7 @@ ROWS = [
     row("searched", toys.ORIGINAL_LENGTH, 1.0, 1.5),
 ]
 OK = Finding(level=VerifyLevel.digest, ok=True, message="the weights are the bound ones")
+NOTE = Finding(level=VerifyLevel.table, ok=True, message="an older loader refuses it", is_note=True)
 WRONG = Finding(level=VerifyLevel.table, ok=False, message="factor 3 differs")
 
 
@@ -196,7 +197,7 @@ def test_one_held_out_document_admits_no_interval() -> None:
     [
         outcome(),
         EvaluateOutcome(run_folder=Path("runs/b"), rows=ROWS, failures=["yarn at 256 tokens: out of memory"]),
-        VerifyOutcome(folder=Path("c"), findings=[OK, WRONG]),
+        VerifyOutcome(folder=Path("c"), findings=[OK, WRONG, NOTE]),
     ],
     ids=lambda each: type(each).__name__,
 )
@@ -219,8 +220,9 @@ def test_json_is_strict_and_holds_all(each: Any) -> None:
             "folder": "c",
             "verified": False,
             "findings": [
-                {"level": "digest", "ok": True, "message": OK.message},
-                {"level": "table", "ok": False, "message": WRONG.message},
+                {"level": "digest", "ok": True, "note": False, "message": OK.message},
+                {"level": "table", "ok": False, "note": False, "message": WRONG.message},
+                {"level": "table", "ok": True, "note": True, "message": NOTE.message},
             ],
         }
 
@@ -302,8 +304,9 @@ def test_text_of_a_verification() -> None:
         "FAIL  table   factor 3 differs",
         "NOT verified",
     ]
-    fine = VerifyOutcome(folder=Path("c"), findings=[OK])
-    assert fine.exit_code == 0 and fine.to_text().splitlines()[-1] == "verified"
+    fine = VerifyOutcome(folder=Path("c"), findings=[OK, NOTE])
+    assert fine.exit_code == 0
+    assert fine.to_text().splitlines()[1:] == ["note  table   an older loader refuses it", "verified"]
 
 
 def test_it_says_that_only_the_last_tokens_were_scored() -> None:
