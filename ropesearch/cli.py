@@ -96,24 +96,13 @@ def _run(words: list[str]) -> int:
         return 0
     job_config = config.compose(job_name, *_path_and_overrides(job_name, details))
     config.expect_given(job_name, job_config)
-    _check_values(job_config)
+    job_config.check()
 
     from ropesearch import pipeline
 
     outcome = getattr(pipeline, job_name)(job_config)
     _print(json.dumps(outcome.to_json(), indent=2, allow_nan=False) if "--json" in flags else outcome.to_text())
     return int(outcome.exit_code)
-
-
-def _check_values(job_config: Any) -> None:
-    """InputError for what is wrong in itself, before torch is loaded; the jobs check the same and all the rest."""
-    if isinstance(job_config, config.SearchJob):
-        job_config.objective.check(job_config.target_length)
-        job_config.selection.check()
-        job_config.budget.check()
-    if isinstance(job_config, config.EvaluateJob):
-        for length in job_config.lengths:
-            job_config.objective.check(length)
 
 
 def _path_and_overrides(job_name: str, details: list[str]) -> tuple[str | None, list[str]]:

@@ -15,7 +15,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from ropesearch.artifact.config import VerifyLevel, WeightsMode
+from ropesearch.artifact.config import VerifyLevel, WeightsMode, table_files
 from ropesearch.data.config import CorpusConfig
 from ropesearch.errors import InputError
 from ropesearch.model.config import ModelConfig
@@ -33,7 +33,15 @@ from ropesearch.settings import group, setting
 
 
 @dataclasses.dataclass(kw_only=True)
-class SearchJob:
+class JobConfig:
+    """What a job can be told."""
+
+    def check(self) -> None:
+        """Raise InputError for what is wrong in itself, whatever the files hold; needs no heavy library."""
+
+
+@dataclasses.dataclass(kw_only=True)
+class SearchJob(JobConfig):
     """Search the factors of one checkpoint for one target length."""
 
     target_length: int = setting(0, "length in tokens that the model shall read to; has to be given")
@@ -58,9 +66,19 @@ class SearchJob:
     def __post_init__(self) -> None:
         _check_seed(self.seed)
 
+    def check(self) -> None:
+        """Raise InputError for what no model and no texts could make right."""
+        self.objective.check_search(self.target_length)
+        self.space.check(self.target_length)
+        self.optimizer.check()
+        self.selection.check()
+        self.budget.check()
+        self.corpus.check()
+        table_files(self.tables)
+
 
 @dataclasses.dataclass(kw_only=True)
-class EvaluateJob:
+class EvaluateJob(JobConfig):
     """Measure a searched checkpoint against the unscaled model and the usual methods, by length and position."""
 
     path: str = setting("", "checkpoint folder with a rope_config.json, or the run folder of a search")
@@ -75,9 +93,15 @@ class EvaluateJob:
     def __post_init__(self) -> None:
         _check_seed(self.seed)
 
+    def check(self) -> None:
+        """Raise InputError for what no folder and no texts could make right."""
+        for length in self.lengths or self.objective.lengths:
+            self.objective.check(length)
+        self.corpus.check()
+
 
 @dataclasses.dataclass(kw_only=True)
-class VerifyJob:
+class VerifyJob(JobConfig):
     """Prove that a folder's weights, table and logits are what its rope_config.json says."""
 
     path: str = setting("", "checkpoint folder with a rope_config.json, or the run folder of a search")
@@ -95,7 +119,7 @@ class VerifyJob:
 class Job:
     """A job of the command line: its schema, the key that a bare path stands for, and the keys that must be given."""
 
-    schema: type
+    schema: type[JobConfig]
     main_key: str
     path_meaning: str
     summary: str

@@ -35,6 +35,7 @@ from ropesearch.model.load import (
     load_tokenizer,
     read_geometry,
     read_layer_limits,
+    read_length_note,
     read_own,
 )
 from ropesearch.model.own import UNSCALED, UNSCALED_LONG
@@ -70,6 +71,7 @@ def search(job: SearchJob) -> SearchOutcome:
     """
     _quiet_libraries()
     expect_given("search", job)
+    job.check()
     small_files = find_checkpoint(job.model, with_weights=False)
     check_entries(small_files)
     small_states = checkpoint_states(small_files)
@@ -77,16 +79,16 @@ def search(job: SearchJob) -> SearchOutcome:
     geometry.ratio(job.target_length)
     check_expressible(small_files, geometry, job.target_length, trust_remote_code=job.model.trust_remote_code)
     limits = read_layer_limits(small_files, trust_remote_code=job.model.trust_remote_code)
+    notes = [f"{geometry.model_type}: {limit}" for limit in limits]
+    notes += read_length_note(small_files, job.model.original_length, trust_remote_code=job.model.trust_remote_code)
     own = read_own(small_files, geometry, trust_remote_code=job.model.trust_remote_code)
-    tables = read_tables(job.tables, geometry, job.target_length, RESERVED_NAMES)
+    tables, table_notes = read_tables(job.tables, geometry, job.target_length, RESERVED_NAMES)
     baselines = baseline_regimes(geometry, job.target_length, own.regime_at(job.target_length), tables)
     space = make_space(geometry, job.target_length, job.space)
     seeds = seed_regimes(baselines, tables)
-    job.objective.check(job.target_length)
     objective = objective_of(job.objective, job.target_length, geometry.original_length)
     whole_windows = dataclasses.replace(job.objective, last_tokens=None)  # what short inputs are reported on
     whole_windows.check(geometry.original_length)
-    job.selection.check()
     tokenizer = load_tokenizer(job.model)
     texts = build_windows(job.corpus, tokenizer, job.target_length, job.seed, _cache_folder(job.cache))
     needles = _needles(job, texts, tokenizer)
@@ -103,9 +105,9 @@ def search(job: SearchJob) -> SearchOutcome:
 
     run = RunFolder.of("search", job.run, plain(job), without=("run", "budget", "cache", "weights"))
     with run.logged(), ProgressDisplay() as display:
-        for limit in limits:
-            _log.warning("%s: %s", geometry.model_type, limit)
-            display.say(f"note: {geometry.model_type}: {limit}")
+        for note in [*notes, *table_notes]:
+            _log.warning("%s", note)
+            display.say(f"note: {note}")
         fingerprints = {
             "weights": binding.digest,
             "config": origin.config_digest,
@@ -125,6 +127,11 @@ def search(job: SearchJob) -> SearchOutcome:
             "tables": {table.name: regime_json(table) for table in tables},
             "seed": job.seed,
         }
+        short_regime = None
+        if objective.guarded_tokens is not None and own.varies:
+            # Short inputs get another table than trial 0 from the checkpoint; what they cost under it is the measure.
+            short_regime = own.regime_at(geometry.original_length)
+            fingerprints["guard_reference"] = regime_json(short_regime)
         depends_on = {**origin.identity, "own_table": own.to_json()}
         scorer = _Scorer(
             load=lambda: origin.loaded_with(lambda: load_model(job.model)),
@@ -152,6 +159,9 @@ def search(job: SearchJob) -> SearchOutcome:
             budget=job.budget,
             selection=job.selection,
             objective=objective,
+            guard_reference=None
+            if short_regime is None
+            else lambda split: scorer.score(short_regime, texts[split].cut(geometry.original_length), whole_windows),
             on_event=on_event,
         )
         if own.varies and result.method == UNSCALED:
@@ -217,6 +227,7 @@ def evaluate(job: EvaluateJob) -> EvaluateOutcome:
     """
     _quiet_libraries()
     expect_given("evaluate", job)
+    job.check()
     folder = find_folder(Path(job.path))
     check_entries(folder)
     rope_config = RopeConfig.read(folder)
@@ -247,7 +258,9 @@ def evaluate(job: EvaluateJob) -> EvaluateOutcome:
         regimes = comparison_regimes(geometry, target_length, rope_config.regimes, own.regime_at)
         failures: list[str] = []
         rows = _rows(scorer, windows, regimes, lengths, job.objective, display, failures)
-        outcome = EvaluateOutcome(run_folder=run.path, rows=rows, failures=failures)
+        outcome = EvaluateOutcome(
+            run_folder=run.path, rows=rows, failures=failures, last_tokens=job.objective.last_tokens
+        )
         write_json(run.path / "evaluation.json", outcome.to_json())
         return outcome
 

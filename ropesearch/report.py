@@ -12,7 +12,7 @@ from ropesearch.artifact.verify import Finding
 from ropesearch.evaluate.interval import paired_interval
 from ropesearch.evaluate.needle import NeedleEvaluation
 from ropesearch.evaluate.perplexity import Evaluation
-from ropesearch.evaluate.table import aligned, perplexity_text, render_table
+from ropesearch.evaluate.table import aligned, of_last, perplexity_text, render_table
 from ropesearch.search.worker import SearchResult
 
 
@@ -78,10 +78,10 @@ class SearchOutcome:
             price = (
                 f"perplexity at {original_length} tokens {perplexity_text(before.nats, before.tokens)} unscaled, "
                 f"{perplexity_text(after.nats, after.tokens)} now "
-                f"({math.expm1(after.nats / after.tokens - before.nats / before.tokens):+.1%})"
+                f"({_signed(math.expm1(after.nats / after.tokens - before.nats / before.tokens), '.1%')})"
             )
         parts = [
-            f"perplexity at {target_length} tokens{_of_last(self.rope_config.search)} ({documents})",
+            f"perplexity at {target_length} tokens{of_last(_last_tokens(self.rope_config.search))} ({documents})",
             aligned(lines),
             "",
             *_needle_lines(self.needle_rows),
@@ -93,10 +93,12 @@ class SearchOutcome:
         ]
         if result.objective.parts or result.objective.needle_weight:
             parts.append(f"objective: {result.objective.to_text()} (columns search and selection: its exponential)")
-        if result.num_candidates_in_guard is not None:
-            parts.append(_guard_text(result))
+        excess = result.finalists[0].excess_nats
+        if excess is not None:
+            parts.append(_guard_text(result, excess))
         if result.method != "searched":
-            parts.append(f"no candidate beat {result.method} on the selection windows, so rope_config.json holds that")
+            beat = f"no candidate {_better_than(excess)} {result.method}"
+            parts.append(f"{beat} on the selection windows, so rope_config.json holds that")
         if self.rope_config.not_portable:
             parts.append(
                 f"other loaders cannot express {', '.join(self.rope_config.not_portable)}: the folder's config.json is "
@@ -121,6 +123,7 @@ class EvaluateOutcome:
     run_folder: Path
     rows: Sequence[Evaluation]
     failures: Sequence[str]
+    last_tokens: int | None = None  # that were scored of each window; None: all
     exit_code: int = 0
 
     def to_json(self) -> dict[str, Any]:
@@ -132,7 +135,7 @@ class EvaluateOutcome:
         """The tables, for a terminal."""
         return "\n".join(
             [
-                render_table(self.rows),
+                render_table(self.rows, self.last_tokens),
                 *(f"not scored: {failure}" for failure in self.failures),
                 "",
                 f"run  {self.run_folder}  (evaluation.json)",
@@ -154,13 +157,22 @@ class VerifyOutcome:
 
     def to_json(self) -> dict[str, Any]:
         """The findings as JSON values."""
-        rows = [{"level": each.level.name, "ok": each.ok, "message": each.message} for each in self.findings]
+        rows = [
+            {"level": each.level.name, "ok": each.ok, "note": each.is_note, "message": each.message}
+            for each in self.findings
+        ]
         return {"folder": str(self.folder), "verified": self.exit_code == 0, "findings": rows}
 
     def to_text(self) -> str:
         """One line a finding, and the answer."""
-        lines = [f"{'ok  ' if each.ok else 'FAIL'}  {each.level.name:<7} {each.message}" for each in self.findings]
+        lines = [f"{_outcome_of(each)}  {each.level.name:<7} {each.message}" for each in self.findings]
         return "\n".join([*lines, "verified" if self.exit_code == 0 else "NOT verified"])
+
+
+def _outcome_of(finding: Finding) -> str:
+    if finding.is_note:
+        return "note"
+    return "ok  " if finding.ok else "FAIL"
 
 
 def _value_text(nats_per_token: float) -> str:
@@ -178,30 +190,44 @@ def _needle_lines(rows: Sequence[NeedleEvaluation]) -> list[str]:
     ]
 
 
-def _guard_text(result: SearchResult) -> str:
-    """How the candidates and the result stand to the guard."""
-    excess = result.finalists[0].excess_nats
-    num_kept = result.num_candidates_in_guard
-    kept = f"{num_kept} candidates keep it" if num_kept else "no candidate keeps it"
-    if excess is None:
-        return f"guard on the search windows: {kept}"
-    allowed = "within" if excess <= 0 else "BEYOND"
+def _guard_text(result: SearchResult, excess: float) -> str:
+    """How the candidates and the result, which exceeds it by `excess` nats per token, stand to the guard."""
+    num_kept, num_scored = result.num_candidates_in_guard, len(result.course)
+    if num_kept == num_scored:
+        kept = f"all {num_scored} scored candidates keep it" if num_kept else "no candidate was scored"
+    else:
+        kept = f"{num_kept or 'none'} of {num_scored} scored candidates {'keep' if num_kept != 1 else 'keeps'} it"
+    increase = _signed(math.expm1(excess + result.objective.tolerance_nats), ".2%")
+    stands = "keeps it" if excess <= 0 else "BREAKS it, the least of all finalists"
     return (
-        f"guard on the search windows: {kept}; on the selection windows {result.method} is {allowed} it by "
-        f"{abs(excess):.4f} nats per token"
+        f"guard: {kept} on the search windows; on the selection windows {result.method}, at {increase}, {stands} "
+        f"(by {abs(excess):.4f} nats per token)"
     )
 
 
-def _of_last(search: Mapping[str, Any]) -> str:
-    """Says that only the last tokens of each window were scored, where that was asked."""
+def _better_than(excess: float | None) -> str:
+    """What no candidate did better than the result: the guard goes first, and then the objective."""
+    if excess is None:
+        return "beat"
+    return "that keeps the guard beat" if excess <= 0 else "comes nearer to keeping the guard than"
+
+
+def _last_tokens(search: Mapping[str, Any]) -> int | None:
+    """How many last tokens of each window the search scored, where it was asked for some only."""
     objective = search.get("objective")
-    last_tokens = objective.get("last_tokens") if isinstance(objective, Mapping) else None
-    return "" if last_tokens is None else f", of the last {last_tokens} of each window"
+    return objective.get("last_tokens") if isinstance(objective, Mapping) else None
 
 
 def _above(row: Evaluation, won: Evaluation) -> str:
     """By how many nats per token `row` lies above the winner; a single document admits no interval."""
     if len(row.window_nats) < 2:
-        return f"{row.nats / row.tokens - won.nats / won.tokens:+.4f}"
+        return _signed(row.nats / row.tokens - won.nats / won.tokens, ".4f")
     interval = paired_interval(row, won)
-    return f"{interval.difference:+.4f} ({interval.low:+.4f} to {interval.high:+.4f})"
+    difference, low, high = (_signed(each, ".4f") for each in (interval.difference, interval.low, interval.high))
+    return f"{difference} ({low} to {high})"
+
+
+def _signed(value: float, form: str) -> str:
+    """`value` with its sign; what is shown as zero gets a plus."""
+    text = f"{value:+{form}}"
+    return text if any(digit in text for digit in "123456789") else text.replace("-", "+")

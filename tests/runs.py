@@ -56,11 +56,15 @@ def started(words: list[str], **environment: str) -> "subprocess.Popen[str]":
     )
 
 
-def trials_of(run: Path) -> list[tuple[Any, ...]]:
-    """Number, state, value, parameters, method and regime of every trial in a run folder's study."""
+def study_of(run: Path) -> optuna.Study:
+    """A run folder's study, read by Optuna alone."""
     path = str(run / "study.journal")
     storage = JournalStorage(JournalFileBackend(path, lock_obj=JournalFileOpenLock(path, grace_period=5)))
-    study = optuna.load_study(study_name=None, storage=storage)
+    return optuna.load_study(study_name=None, storage=storage)
+
+
+def trials_of(run: Path) -> list[tuple[Any, ...]]:
+    """Number, state, value, parameters, method and regime of every trial in a run folder's study."""
     return [
         (
             trial.number,
@@ -71,7 +75,7 @@ def trials_of(run: Path) -> list[tuple[Any, ...]]:
             trial.user_attrs.get("regime"),
             trial.user_attrs.get("score"),
         )
-        for trial in study.get_trials()
+        for trial in study_of(run).get_trials()
     ]
 
 

@@ -187,9 +187,11 @@ def test_ends_and_exit_codes(
     assert (out != "") == isinstance(outcome, Outcome)
 
 
-def test_interrupted_tells_how_to_go_on(monkeypatch: pytest.MonkeyPatch, capsys: Captured) -> None:
+def test_interrupted_tells_how_to_go_on(monkeypatch: pytest.MonkeyPatch, capsys: Captured, tmp_path: Path) -> None:
     replaced_jobs(monkeypatch, KeyboardInterrupt())
-    words = ["search", "my model", "corpus.path=it's [a] $HOME", "target_length=9", "space.retained_tokens=[0,4]"]
+    corpus = tmp_path / "it's [a] $HOME"
+    corpus.mkdir()
+    words = ["search", "my model", f"corpus.path={corpus}", "target_length=9", "space.retained_tokens=[0,4]"]
     assert main(words) == 130
     out, err = capsys.readouterr()
     prefix = "ropesearch: interrupted; go on with: "
@@ -241,6 +243,66 @@ def test_missing_values_are_named(words: list[str], missing: str, asked: list[An
     assert out == "" and err.startswith(f"ropesearch: {missing}: expected a value, got none; ") and err.count("\n") == 1
 
 
+@pytest.mark.parametrize(
+    ("word", "message"),
+    [
+        ("space.factor_step=-0.01", "space.factor_step: expected a finite number above 0, got -0.01"),
+        ("space.max_factor_over_ratio=0.9", "space.max_factor_over_ratio: expected at least 1"),
+        ("space.attention_factor=longropes", 'space.attention_factor: expected "search", "longrope", "yarn"'),
+        ("space.attention_factor=0.5", "space.attention_factor: expected "),
+        ("space.attention_factor_max=1", "space.attention_factor_max: expected a finite number above 1"),
+        ("space.attention_factor_step=1", "space.attention_factor_step: expected a step that leaves 2 to a million"),
+        ("space.num_pairs_at_one=many", "space.num_pairs_at_one: expected 'search' or a number of pairs from 0 on"),
+        ("space.num_pairs_at_ratio=2", "space.max_factor_over_ratio: expected 1 with pairs at the ratio"),
+        ("space.retained_tokens=[]", "space.retained_tokens: expected one or more different numbers of tokens"),
+        ("space.retained_tokens=[0,-4]", "space.retained_tokens: "),
+        ("space.retained_tokens=[4,4]", "space.retained_tokens: "),
+        ("space.retained_tokens=[65]", "space.retained_tokens: "),
+        ("objective.lengths=[16,32]", "objective.lengths: expected different lengths from 2 to target_length = 64"),
+        ("objective.lengths=[64,64]", "objective.lengths: "),
+        ("objective.length_weights=[1]", "objective.length_weights: expected one for each of the 0 objective.lengths"),
+        ("objective.max_short_perplexity_increase=-1", "objective.max_short_perplexity_increase: expected at least 0"),
+        ("objective.last_tokens=64", "objective.last_tokens: expected from 1 to 63"),
+        ("objective.num_blocks=0", "objective.num_blocks: "),
+        ("optimizer.num_parents=1", "optimizer.num_parents: expected at least 2, got 1"),
+        ("optimizer.mutation_probability=0", "optimizer.mutation_probability: expected more than 0"),
+        ("selection.num_finalists=0", "selection.num_finalists: expected at least 1"),
+        ("budget.minutes=0", "budget.minutes: expected a number above 0"),
+        ("tables=[none.csv]", "tables: none.csv: expected a file with a table, got no such file"),
+        ("tables=[.]", "tables: .: expected a file with a table, got a folder; name the file in it"),
+        ("tables=[~nobody-of-this-name/a.csv]", "tables: '~nobody-of-this-name/a.csv': expected a file with a table"),
+        ("tables=[large.csv]", "tables: large.csv: expected a table of at most 4194304 bytes, got a larger file"),
+    ],
+)
+def test_what_is_wrong_in_itself_is_refused_before_the_job_begins(
+    word: str, message: str, asked: list[Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Captured
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("large.csv").write_bytes(bytes((4 << 20) + 1))
+    words = ["search", "m", "corpus.path=a-dataset", "target_length=64"]
+    assert main(words) == 0 and len(asked) == 1
+    assert main([*words, word]) == 2
+    assert len(asked) == 1
+    out, err = capsys.readouterr()
+    assert out == "the text\n" and err.startswith(f"ropesearch: {message}") and err.count("\n") == 1
+
+
+@pytest.mark.parametrize("job", ["search m target_length=64", "evaluate folder"])
+def test_a_corpus_that_is_not_there_is_refused_before_the_job_begins(
+    job: str, asked: list[Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Captured
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for path in ("texts.txt", "../a/b/c", "~nobody-of-this-name", "x" * 5000):
+        assert main([*job.split(), f"corpus.path={path}"]) == 2
+        assert "corpus.path: " in capsys.readouterr().err
+    Path("split/search").mkdir(parents=True)
+    assert main([*job.split(), "corpus.path=split"]) == 2
+    assert "got search without selection, held_out" in capsys.readouterr().err
+    assert main(["evaluate", "folder", "corpus.path=a-dataset", "objective.lengths=[16,4]"]) == 2
+    assert "objective.num_blocks: expected windows of at least 8 tokens" in capsys.readouterr().err
+    assert asked == []
+
+
 WORDS = st.one_of(
     st.sampled_from(["search", "evaluate", "verify", "--json", "--help", "-h", "--version", "", "=", "-", "--"]),
     st.sampled_from(
@@ -261,7 +323,16 @@ def test_any_words_end_in_a_known_exit_code(words: list[str]) -> None:
 
 @pytest.mark.parametrize(
     ("words", "code"),
-    [([], 2), (["--help"], 0), (["search", "--help"], 0), (["search", "m", "target_lenght=5"], 2), (["verify"], 2)],
+    [
+        ([], 2),
+        (["--help"], 0),
+        (["search", "--help"], 0),
+        (["search", "m", "target_lenght=5"], 2),
+        (["verify"], 2),
+        (["search", "m", "corpus.path=a", "target_length=64", "space.factor_step=-1"], 2),
+        (["search", "m", "corpus.path=a", "target_length=64", "tables=[no-such-file]"], 2),
+        (["search", "m", "corpus.path=no/such/folder", "target_length=64"], 2),
+    ],
 )
 def test_help_and_wrong_input_need_no_heavy_library(words: list[str], code: int) -> None:
     done = in_a_process("", *words)

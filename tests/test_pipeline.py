@@ -174,6 +174,9 @@ def test_evaluate_and_verify_a_run(
     for row in rows:
         if (row["method"], row["length"]) in recorded:
             assert row["nats"] == pytest.approx(recorded[row["method"], row["length"]], rel=1e-9)
+    last = ["objective.last_tokens=16", "lengths=[64]", f"run={tmp_path / 'last'}", *words[:1], *words[2:]]
+    assert cli.main(["evaluate", str(finished), *last]) == 0
+    assert capsys.readouterr().out.startswith("perplexity by length in tokens, of the last 16 of each window (held_out")
     assert cli.main(["verify", str(finished)]) == 0
     assert capsys.readouterr().out.endswith("verified\n")
 
@@ -251,7 +254,9 @@ def test_a_search_with_lengths_and_a_guard_says_what_it_was(
     assert search["num_candidates_in_guard"] == num_kept
     best = [entry for entry in search["selection_scores"] if entry["short_excess_nats"] <= 0]
     assert search["selection_scores"][: len(best)] == best and best
-    assert (f"{num_kept} candidates keep it" if num_kept else "no candidate keeps it") in out
+    num_scored = sum(trial[4] == "searched" for trial in trials)
+    kept = f"all {num_scored}" if num_kept == num_scored else f"{num_kept or 'none'} of {num_scored}"
+    assert f"guard: {kept} scored candidates keep" in out
     lengths = {row["length"] for row in RopeConfig.read(tmp_path / "run").evaluation}
     assert lengths == {32, toys.ORIGINAL_LENGTH, 128}
 

@@ -65,6 +65,7 @@ ROWS = [
     row("searched", toys.ORIGINAL_LENGTH, 1.0, 1.5),
 ]
 OK = Finding(level=VerifyLevel.digest, ok=True, message="the weights are the bound ones")
+NOTE = Finding(level=VerifyLevel.table, ok=True, message="an older loader refuses it", is_note=True)
 WRONG = Finding(level=VerifyLevel.table, ok=False, message="factor 3 differs")
 
 
@@ -154,6 +155,27 @@ def test_an_unscaled_model_that_wins_has_no_price() -> None:
     assert "2.718 unscaled, 2.718 now (+0.0%)" in text and "no candidate beat unscaled" in text
 
 
+@pytest.mark.parametrize("difference", [0.0, -1e-9, -4e-5, 1e-9])
+def test_what_is_shown_as_zero_has_one_sign(difference: float) -> None:
+    """The price on short inputs, and by how much a method lies above the winner."""
+    rows = [
+        row("yarn", TARGET_LENGTH, 1.5 + difference, 1.75 + difference),
+        row("searched", TARGET_LENGTH, 1.5, 1.75),
+        row("unscaled", toys.ORIGINAL_LENGTH, 1.0, 1.0),
+        row("searched", toys.ORIGINAL_LENGTH, 1.0 + difference, 1.0 + difference),
+    ]
+    text = outcome(rows=rows).to_text()
+    assert "2.718 now (+0.0%)" in text
+    assert table_of(text)["yarn"][4:] == ["+0.0000", "(+0.0000", "to", "+0.0000)"]
+    text = outcome(rows=[row(each.method, each.length, each.nats / each.tokens) for each in rows]).to_text()
+    assert table_of(text)["yarn"][4:] == ["+0.0000"]
+
+
+def test_a_negative_price_keeps_its_sign() -> None:
+    rows = [*ROWS[:4], row("searched", toys.ORIGINAL_LENGTH, 0.9994, 0.9994)]
+    assert "2.717 now (-0.1%)" in outcome(rows=rows).to_text()
+
+
 def test_a_result_that_other_loaders_cannot_express_is_said() -> None:
     config = rope_config(regimes=(dataclasses.replace(REGIME, retained_tokens=4),))
     assert "other loaders cannot express retained_tokens: " in outcome(rope_config=config).to_text()
@@ -178,7 +200,7 @@ def test_one_held_out_document_admits_no_interval() -> None:
     [
         outcome(),
         EvaluateOutcome(run_folder=Path("runs/b"), rows=ROWS, failures=["yarn at 256 tokens: out of memory"]),
-        VerifyOutcome(folder=Path("c"), findings=[OK, WRONG]),
+        VerifyOutcome(folder=Path("c"), findings=[OK, WRONG, NOTE]),
     ],
     ids=lambda each: type(each).__name__,
 )
@@ -201,28 +223,30 @@ def test_json_is_strict_and_holds_all(each: Any) -> None:
             "folder": "c",
             "verified": False,
             "findings": [
-                {"level": "digest", "ok": True, "message": OK.message},
-                {"level": "table", "ok": False, "message": WRONG.message},
+                {"level": "digest", "ok": True, "note": False, "message": OK.message},
+                {"level": "table", "ok": False, "note": False, "message": WRONG.message},
+                {"level": "table", "ok": True, "note": True, "message": NOTE.message},
             ],
         }
 
 
+GUARDED = Objective(
+    parts=(Part(length=TOKENS + 1, weight=1.0),), guarded_tokens=TOKENS + 1, tolerance_nats=math.log(1.05)
+)
+
+
 def test_lengths_and_guard_are_told() -> None:
     """One window of 100 tokens, all scored at either length: the columns hold the objective, the text the guard."""
-    objective = Objective(
-        parts=(Part(length=TOKENS + 1, weight=1.0),), guarded_tokens=TOKENS + 1, tolerance_nats=math.log(1.05)
-    )
     finalists = [dataclasses.replace(FINALISTS[0], excess_nats=-0.0125), *FINALISTS[1:]]
-    text = outcome(objective=objective, num_candidates_in_guard=7, finalists=finalists).to_text()
+    text = outcome(objective=GUARDED, num_candidates_in_guard=1, finalists=finalists).to_text()
     assert "objective: nats per token, weighted 1 at 101 tokens; guard: perplexity on the first 101 tokens" in text
     assert "tokens at most 5 % above the unscaled model's (columns search and selection: its exponential)" in text
+    increase = f"{math.exp(math.log(1.05) - 0.0125) - 1:+.2%}"
+    assert increase == "+3.70%"
     assert (
-        "guard on the search windows: 7 candidates keep it; on the selection windows searched is within it by" in text
+        "guard: 1 of 2 scored candidates keeps it on the search windows; on the selection windows searched, at +3.70%, "
+        "keeps it (by 0.0125 nats per token)\n" in text
     )
-    assert "0.0125 nats per token" in text
-    finalists[0] = dataclasses.replace(FINALISTS[0], excess_nats=0.25)
-    text = outcome(objective=objective, num_candidates_in_guard=0, finalists=finalists).to_text()
-    assert "no candidate keeps it; on the selection windows searched is BEYOND it by 0.2500 nats per token" in text
     assert "guard" not in outcome().to_text() and "objective:" not in outcome().to_text()
 
 
@@ -253,10 +277,51 @@ def test_answers_to_needles_have_a_table_of_their_own() -> None:
     assert "needles" not in outcome().to_text()
 
 
+@pytest.mark.parametrize(
+    ("num_kept", "winner", "excess", "guard", "won"),
+    [
+        (0, "searched", 0.25, "none of 2 scored candidates keep it", "BREAKS it, the least of all finalists"),
+        (0, "searched", -0.25, "none of 2 scored candidates keep it", "keeps it"),  # on other windows
+        (2, "searched", 0.0, "all 2 scored candidates keep it", "keeps it"),
+        (2, "searched", 0.25, "all 2 scored candidates keep it", "BREAKS it, the least of all finalists"),
+        (0, "yarn", -0.25, "none of 2 scored candidates keep it", "keeps it"),
+        (2, "yarn", -0.25, "all 2 scored candidates keep it", "keeps it"),
+        (0, "yarn", 0.25, "none of 2 scored candidates keep it", "BREAKS it, the least of all finalists"),
+    ],
+)
+def test_the_guards_outcome_is_told_without_contradiction(
+    num_kept: int, winner: str, excess: float, guard: str, won: str
+) -> None:
+    """Which candidates keep it, whether the result does, and, for a baseline, what no candidate did better."""
+    first = FINALISTS[0] if winner == "searched" else FINALISTS[1]
+    finalists = [dataclasses.replace(first, excess_nats=excess), *(each for each in FINALISTS if each is not first)]
+    text = outcome(objective=GUARDED, num_candidates_in_guard=num_kept, finalists=finalists, method=winner).to_text()
+    assert f"guard: {guard} on the search windows; on the selection windows {winner}, at " in text
+    assert f"%, {won} (by {abs(excess):.4f} nats per token)" in text
+    beaten = [line for line in text.splitlines() if line.startswith("no candidate ")]
+    if winner == "searched":
+        assert beaten == []
+    else:
+        better = "that keeps the guard beat" if excess <= 0 else "comes nearer to keeping the guard than"
+        expected = f"no candidate {better} yarn on the selection windows, so rope_config.json holds that"
+        assert beaten == [expected]
+
+
+def test_a_guard_without_a_scored_candidate() -> None:
+    finalists = [dataclasses.replace(FINALISTS[1], excess_nats=-0.25), FINALISTS[3]]
+    text = outcome(
+        objective=GUARDED, num_candidates_in_guard=0, finalists=finalists, method="yarn", course=[]
+    ).to_text()
+    assert "guard: no candidate was scored on the search windows; on the selection windows yarn, at " in text
+
+
 def test_text_of_an_evaluation() -> None:
     text = EvaluateOutcome(run_folder=Path("b"), rows=ROWS[3:], failures=["yarn at 64 tokens: out of memory"]).to_text()
     assert text.splitlines()[-3:] == ["not scored: yarn at 64 tokens: out of memory", "", "run  b  (evaluation.json)"]
     assert "3.490" in text and "held_out, 2 documents" in text
+    assert "of the last" not in text
+    last = EvaluateOutcome(run_folder=Path("b"), rows=ROWS[3:], failures=[], last_tokens=32).to_text()
+    assert last.startswith("perplexity by length in tokens, of the last 32 of each window (held_out, 2 documents)\n")
     nothing = EvaluateOutcome(run_folder=Path("b"), rows=[], failures=["a", "b"]).to_text()
     assert nothing.splitlines()[:3] == ["no method could be scored", "not scored: a", "not scored: b"]
 
@@ -269,8 +334,9 @@ def test_text_of_a_verification() -> None:
         "FAIL  table   factor 3 differs",
         "NOT verified",
     ]
-    fine = VerifyOutcome(folder=Path("c"), findings=[OK])
-    assert fine.exit_code == 0 and fine.to_text().splitlines()[-1] == "verified"
+    fine = VerifyOutcome(folder=Path("c"), findings=[OK, NOTE])
+    assert fine.exit_code == 0
+    assert fine.to_text().splitlines()[1:] == ["note  table   an older loader refuses it", "verified"]
 
 
 def test_it_says_that_only_the_last_tokens_were_scored() -> None:

@@ -2,27 +2,34 @@
 
 import dataclasses
 import json
+import math
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import ropesearch
-from ropesearch import cli
+from ropesearch import cli, pipeline
 from ropesearch.artifact.config import VerifyLevel
 from ropesearch.artifact.digest import checkpoint_binding
 from ropesearch.artifact.folder import write_checkpoint_folder
 from ropesearch.artifact.load import load_unscaled, own_table, read_bound
 from ropesearch.artifact.schema import RopeConfig
 from ropesearch.artifact.verify import verify
+from ropesearch.data.config import CorpusConfig
+from ropesearch.data.windows import build_windows
 from ropesearch.model.config import DType, ModelConfig
-from ropesearch.model.load import load_model, read_geometry, read_own
+from ropesearch.model.install import installed
+from ropesearch.model.load import load_model, read_geometry, read_length_note, read_own
 from ropesearch.rope.regime import Regime
-from tests import runs
+from ropesearch.score.config import ScoringConfig
+from ropesearch.score.scorer import score_windows
+from tests import runs, toys
 from tests.artifact import examples
-from tests.model.test_own import CASES, LONG, ORIGINAL_LENGTH, TARGET_LENGTH, logits, write
+from tests.model.test_own import CASES, LONG, ORIGINAL_LENGTH, SCALED, TARGET_LENGTH, logits, write
 
 REGIME = Regime(
     name="searched",
@@ -30,6 +37,7 @@ REGIME = Regime(
     factors=(1.0, 1.01, 1.37, 2.0, 2.93, 3.6, 4.4, 4.81),
     attention_factor=1.137,
 )
+SPLITS = ("search", "selection")
 LENGTHS = (20, ORIGINAL_LENGTH, ORIGINAL_LENGTH + 1, TARGET_LENGTH)
 
 
@@ -149,12 +157,6 @@ def test_search_evaluate_and_verify_a_scaled_checkpoint(
 
 def test_unscaled_is_the_checkpoint_on_its_own(corpus: Path, tmp_path: Path) -> None:
     """Rows of a dynamic checkpoint against transformers' own loss with whatever table it puts in force itself."""
-    import numpy as np
-    from transformers import AutoTokenizer
-
-    from ropesearch.data.config import CorpusConfig
-    from ropesearch.data.windows import build_windows
-
     model, run = write(tmp_path / "model", "llama", "longrope"), tmp_path / "run"
     words = [*runs.search_words(model, corpus, run, num_trials=1), f"model.original_length={ORIGINAL_LENGTH}"]
     assert cli.main(words) == 0
@@ -169,12 +171,61 @@ def test_unscaled_is_the_checkpoint_on_its_own(corpus: Path, tmp_path: Path) -> 
         assert rows_of(run)["unscaled", length] == pytest.approx(float(np.mean(losses)), rel=1e-5)
 
 
+@pytest.mark.parametrize("rope_type", ["dynamic", "longrope", "yarn"])
+def test_a_guard_is_measured_against_the_checkpoint_on_short_inputs(
+    rope_type: str, corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On both splits against transformers' own loss on the first original_length tokens, whatever table it puts in
+    force for them; one short pass a split where that is another than the table for target_length, else none.
+    """
+    real, short_passes = pipeline.score_windows, []
+
+    def watched(loaded: Any, windows: Any, config: Any, spans: Any = None) -> Any:
+        if windows.split != "held_out" and windows.length_tokens < runs.TARGET_LENGTH:
+            short_passes.append((windows.split, windows.length_tokens))
+        return real(loaded, windows, config, spans=spans)
+
+    monkeypatch.setattr(pipeline, "score_windows", watched)
+    model, run = write(tmp_path / "model", "llama", rope_type), tmp_path / "run"
+    words = [*runs.search_words(model, corpus, run, num_trials=3), f"model.original_length={ORIGINAL_LENGTH}"]
+    # The guard does not depend on what is scored for the objective, nor on it that it scores less than short inputs.
+    words += ["objective.max_short_perplexity_increase=0.25", "objective.last_tokens=100"]
+    assert cli.main(words) == 0
+    assert short_passes == ([] if rope_type == "yarn" else [(split, ORIGINAL_LENGTH) for split in SPLITS])
+    assert cli.main(words) == 0 and len(short_passes) in (0, 2)
+
+    config = CorpusConfig(path=str(corpus), num_search_windows=3, num_selection_windows=3, num_held_out_windows=3)
+    windows = build_windows(config, AutoTokenizer.from_pretrained(model), runs.TARGET_LENGTH, 0, None)
+    plain = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
+    shipped = dict.fromkeys(SPLITS, 0.0)
+    for split in SPLITS:
+        for ids in torch.from_numpy(windows[split].token_ids[:, :ORIGINAL_LENGTH].astype(np.int64)):
+            with torch.no_grad():
+                shipped[split] += float(plain(input_ids=ids[None], labels=ids[None]).loss) / 3
+    excesses = []
+    for trial in runs.study_of(run).get_trials():
+        kept = trial.user_attrs["score"]
+        of_short = slice(0, kept["block_edges"].index(ORIGINAL_LENGTH))
+        short = np.array(kept["nats"])[:, of_short].sum() / np.array(kept["tokens"])[:, of_short].sum()
+        excesses.append(short - shipped["search"] - math.log(1.25))
+        assert trial.constraints["short_excess_nats"] == pytest.approx(excesses[-1], abs=2e-5)
+    assert (excesses[0] == pytest.approx(-math.log(1.25), abs=2e-5)) == (rope_type == "yarn")
+    loaded = load_model(
+        ModelConfig(path=str(model), device="cpu", dtype=DType.float32, original_length=ORIGINAL_LENGTH)
+    )
+    chosen = RopeConfig.read(run).search["selection_scores"]
+    own = next(entry for entry in chosen if entry["trial_number"] == 0)
+    whole = dataclasses.replace(ScoringConfig(), num_blocks=1)
+    with installed(loaded, loaded.own.regime_at(runs.TARGET_LENGTH)):
+        held = score_windows(loaded, windows["selection"].cut(ORIGINAL_LENGTH), whole)
+    expected = held.nats_per_token - shipped["selection"] - math.log(1.25)
+    assert own["short_excess_nats"] == pytest.approx(expected, abs=2e-5)
+
+
 def test_an_own_table_that_varies_and_wins_is_held(
     corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The table for target_length is shipped for all lengths, under a name and with a price of its own."""
-    from ropesearch import pipeline
-
     real = pipeline.score_windows
 
     def favouring(loaded: Any, windows: Any, config: Any, spans: Any = None) -> Any:
@@ -195,6 +246,34 @@ def test_an_own_table_that_varies_and_wins_is_held(
     assert cli.main(["verify", str(run)]) == 0
 
 
+@pytest.mark.parametrize("rope_type", ["default", *SCALED])
+def test_an_original_length_that_contradicts_config_json_is_noted(rope_type: str, tmp_path: Path) -> None:
+    """Unscaled, config.json says it with max_position_embeddings; linear and dynamic scaling leave it open."""
+    if rope_type == "default":
+        model = toys.write_checkpoint(tmp_path / "model", max_position_embeddings=ORIGINAL_LENGTH)
+    else:
+        model = write(tmp_path / "model", "llama", rope_type)
+    key = "max_position_embeddings" if rope_type == "default" else "original_max_position_embeddings"
+    expected = f"model.original_length = 16 is used, where config.json says {key} = {ORIGINAL_LENGTH}; "
+    found = read_length_note(model, 16)
+    assert [note.startswith(expected) for note in found] == [True] * (rope_type not in ("linear", "dynamic"))
+    assert read_length_note(model, ORIGINAL_LENGTH) == ()
+    assert rope_type != "default" or read_length_note(model, None) == ()
+
+
+def test_a_search_says_that_an_original_length_contradicts_config_json(
+    toy_folder: Path, corpus: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = [*runs.search_words(toy_folder, corpus, tmp_path / "run", num_trials=1), "model.original_length=32"]
+    assert cli.main(words) == 0
+    said = "model.original_length = 32 is used, where config.json says max_position_embeddings = 64; the ratio, the "
+    assert [line[: len(said) + 6] for line in capsys.readouterr().err.splitlines() if line.startswith("note: ")] == [
+        f"note: {said}"
+    ]
+    assert f"WARNING ropesearch.pipeline: {said}" in (tmp_path / "run" / "log.txt").read_text()
+    assert RopeConfig.read(tmp_path / "run").geometry.original_length == 32
+
+
 FACTORS = [1.0, 1.2, 1.41, 1.6, 1.83, 1.9, 1.97, 2.0]
 
 
@@ -205,9 +284,13 @@ def test_tables_are_baselines_and_seeds(
     csv.write_text("\n".join(map(str, FACTORS)))
     (tmp_path / "other.json").write_text(json.dumps(examples.rope_config().to_json()))
     run = tmp_path / "run"
-    words = [*runs.search_words(toy_folder, corpus, run), f"tables=[{csv}, {tmp_path / 'other.json'}]"]
+    (tmp_path / "again.csv").write_text(csv.read_text())
+    files = f"tables=[{csv}, {tmp_path / 'other.json'}, {tmp_path / 'again.csv'}]"
+    words = [*runs.search_words(toy_folder, corpus, run), files]
     assert cli.main(words) == 0
-    shown = capsys.readouterr().out
+    shown, said = capsys.readouterr()
+    assert f"note: tables: {tmp_path / 'again.csv'} holds the same table as {csv}: one row, mine\n" in said
+    assert "again" not in shown
     trials = runs.trials_of(run)
     assert [trial[4] for trial in trials[:6]] == ["unscaled", "linear", "ntk", "yarn", "mine", "other"]
     assert trials[4][5]["factors"] == FACTORS and trials[4][3] == {}

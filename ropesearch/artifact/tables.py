@@ -7,6 +7,7 @@ from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any
 
+from ropesearch.artifact.config import table_files
 from ropesearch.artifact.schema import RopeConfig
 from ropesearch.artifact.strict_json import parse_json_object
 from ropesearch.errors import InputError
@@ -15,7 +16,6 @@ from ropesearch.rope.geometry import Geometry
 from ropesearch.rope.methods import attention_factor_formula
 from ropesearch.rope.regime import Regime
 
-_MAX_FILE_BYTES = 4 << 20
 # Names that say nothing about the table: the folder's is taken.
 _COMMON_NAMES = ("rope_config", "config", "checkpoint")
 _NUMBER = re.compile(r"[+-]?(?:\d+\.?\d*|\.\d+)(?:[eE][+-]?\d+)?|[+-]?(?:nan|inf|infinity)", re.ASCII | re.IGNORECASE)
@@ -23,29 +23,31 @@ _NUMBER = re.compile(r"[+-]?(?:\d+\.?\d*|\.\d+)(?:[eE][+-]?\d+)?|[+-]?(?:nan|inf
 
 def read_tables(
     paths: Sequence[str], geometry: Geometry, target_length: int, taken_names: Collection[str]
-) -> list[Regime]:
-    """The table in each file as a regime that serves target_length tokens, named after its file.
+) -> tuple[list[Regime], list[str]]:
+    """The table in each file as a regime that serves target_length tokens, named after its file; and a sentence for
+    each file that is left out, as another one before it holds the same table.
 
     No two names are the same and none is in `taken_names`: a number is put behind them where need be. Raises
-    InputError, see `table_of`, and for a file that is missing or too large to be a table.
+    InputError, see `table_of` and `table_files`.
     """
     tables: list[Regime] = []
-    for text in paths:
-        path = Path(text).expanduser()
+    files: list[Path] = []
+    notes: list[str] = []
+    for path in table_files(paths):
         where = f"tables: {path}"
-        if not path.is_file():
-            what = "a folder; name the file in it" if path.is_dir() else "no such file"
-            raise InputError(f"{where}: expected a file with a table, got {what}")
         try:
-            with path.open("rb") as file:
-                content = file.read(_MAX_FILE_BYTES + 1)
+            content = path.read_bytes()
         except OSError as error:
             raise InputError(f"{where}: expected a readable file, got {error.strerror or error}") from error
-        if len(content) > _MAX_FILE_BYTES:
-            raise InputError(f"{where}: expected a table of at most {_MAX_FILE_BYTES} bytes, got a larger file")
         name = _name_of(path, {*taken_names, *(table.name for table in tables)})
-        tables.append(table_of(content, where, name, geometry, target_length))
-    return tables
+        table = table_of(content, where, name, geometry, target_length)
+        same = [index for index, other in enumerate(tables) if dataclasses.replace(other, name=name) == table]
+        if same:
+            notes.append(f"{where} holds the same table as {files[same[0]]}: one row, {tables[same[0]].name}")
+            continue
+        tables.append(table)
+        files.append(path)
+    return tables, notes
 
 
 def table_of(content: bytes, where: str, name: str, geometry: Geometry, target_length: int) -> Regime:

@@ -50,11 +50,15 @@ _AUTO_MODEL: Any = transformers.AutoModelForCausalLM
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Finding:
-    """One thing that was looked at: its level, whether it is as it should be, and what and where it is."""
+    """One thing that was looked at: its level, whether it is as it should be, and what and where it is.
+
+    A note is a limit of the folder, or of what was looked at, that no rope_config.json could lift: it is ok.
+    """
 
     level: VerifyLevel
     ok: bool
     message: str
+    is_note: bool = False
 
 
 def verify(
@@ -215,9 +219,9 @@ def _check_table(folder: Path, rope_config: RopeConfig, differences: Sequence[Di
             f"config.json cannot express {', '.join(rope_config.not_portable)}: other loaders see the unscaled model, "
             "ropesearch.load the regime"
         )
-        yield Finding(level=VerifyLevel.table, ok=True, message=message)
+        yield Finding(level=VerifyLevel.table, ok=True, message=message, is_note=True)
     elif (limits := older_loaders(geometry)) is not None:
-        yield Finding(level=VerifyLevel.table, ok=True, message=limits)
+        yield Finding(level=VerifyLevel.table, ok=True, message=limits, is_note=True)
 
 
 def _table_findings(
@@ -341,7 +345,7 @@ def _check_logits(
             f"left out: {', '.join(str(length) for length in left_out)} tokens, above max_logits_tokens = "
             f"{max_logits_tokens}"
         )
-        yield Finding(level=VerifyLevel.logits, ok=True, message=message)
+        yield Finding(level=VerifyLevel.logits, ok=True, message=message, is_note=True)
 
 
 def _plain_load(folder: Path, device: str, attention: str) -> Any:

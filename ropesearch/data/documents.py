@@ -3,7 +3,6 @@
 import codecs
 import json
 import os
-import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,15 +10,11 @@ from typing import Any
 
 import numpy as np
 
-from ropesearch.data.config import SPLITS, CorpusConfig
+from ropesearch.data.config import CORPUS_KINDS, RECORD_SUFFIXES, TEXT_SUFFIXES, CorpusConfig
 from ropesearch.errors import InputError
 
-_TEXT_SUFFIXES = frozenset({".txt", ".md"})
-_RECORD_SUFFIXES = frozenset({".jsonl", ".parquet"})
-_HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 _PARQUET_BATCH_ROWS = 16  # documents may be large
 _PARQUET_TEXT_TYPES = ("string", "large_string", "string_view", "null")
-_KINDS = "a text file, a folder of .txt or .md files, a .jsonl or .parquet file, or a dataset's name"
 _BINARY_REMEDY = "convert it to UTF-8 text, or take it out of the corpus"
 
 
@@ -29,23 +24,6 @@ class Document:
 
     name: str
     text: str
-
-
-def is_split(config: CorpusConfig) -> bool:
-    """Whether the corpus is a folder that is already split: with the subfolders search, selection and held_out.
-
-    Raises:
-        InputError: the folder has some of these subfolders, but not all.
-    """
-    path = _local(config.path)
-    present = [name for name in SPLITS if path is not None and (path / name).is_dir()]
-    if present and len(present) < len(SPLITS):
-        missing = [name for name in SPLITS if name not in present]
-        raise InputError(
-            f"{path}: expected the subfolders {', '.join(SPLITS)} of a corpus already split, or none of them, got "
-            f"{', '.join(present)} without {', '.join(missing)}; add what is missing, or rename {', '.join(present)}"
-        )
-    return bool(present)
 
 
 def read_documents(
@@ -63,7 +41,7 @@ def read_documents(
     a record twice while it is parsed.
 
     Args:
-        split: of a corpus already split (`is_split`), the subfolder to read; names then start with it.
+        split: of a corpus already split (`CorpusConfig.is_split`), the subfolder to read; names then start with it.
         order: draws the order in which the files of a folder are read; None is sorted by name. Inside a file of records
             and in a dataset the order is the stored one.
 
@@ -71,7 +49,7 @@ def read_documents(
         InputError: nothing at this path; a file that is empty, unreadable or not UTF-8; a record that is no JSON
             object, or has no such text field; a dataset that cannot be loaded.
     """
-    path = _local(config.path)
+    path = config.local_path()
     if path is None:
         yield from _read_dataset(config, config.path)
         return
@@ -82,7 +60,7 @@ def read_documents(
     names = _file_names(folder)
     if not names:
         if not any(folder.iterdir()):
-            raise InputError(f"{folder}: expected documents, got an empty folder; give {_KINDS}")
+            raise InputError(f"{folder}: expected documents, got an empty folder; give {CORPUS_KINDS}")
         for file in _files(folder):
             if not file.is_file():  # a reader would wait for the other end of a pipe
                 raise InputError(f"{file}: expected a regular file, got something else or a broken link; remove it")
@@ -93,25 +71,10 @@ def read_documents(
         yield from _read_file(folder / name, f"{split}/{name}" if split else name, config.text_field)
 
 
-def _local(path: str) -> Path | None:
-    """The local file or folder; None for what can only be a dataset's name."""
-    if not path:
-        raise InputError(f"the corpus path is missing; give {_KINDS}")
-    try:
-        local = Path(path).expanduser()
-        if local.exists():
-            return local
-    except (OSError, ValueError, RuntimeError) as error:
-        raise InputError(f"{path!r}: expected the path of a corpus, got one that cannot be used ({error})") from error
-    if _HUB_NAME.fullmatch(path) and local.suffix.lower() not in _TEXT_SUFFIXES | _RECORD_SUFFIXES:
-        return None
-    raise InputError(f"{path}: no such file or folder; give {_KINDS}")
-
-
 def _file_names(folder: Path) -> list[str]:
     """Sorted paths, relative to the folder, of the files in it that hold documents."""
     names = [file.relative_to(folder).as_posix() for file in _files(folder)]
-    for suffixes in (_RECORD_SUFFIXES, _TEXT_SUFFIXES):
+    for suffixes in (RECORD_SUFFIXES, TEXT_SUFFIXES):
         if found := sorted(name for name in names if Path(name).suffix.lower() in suffixes):
             return found
     return []

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from ropesearch.data.config import SPLITS, CorpusConfig
-from ropesearch.data.documents import Document, is_split, read_documents
+from ropesearch.data.documents import Document, read_documents
 from ropesearch.data.tokens import TokenIds, TokenReader
 from ropesearch.errors import InputError
 from ropesearch.seeding import stream
@@ -56,7 +56,7 @@ def split_documents(
     """
     search = _Search(tokens, num_tokens, corpus.max_documents)
     num_windows = corpus.num_windows()
-    if is_split(corpus):
+    if corpus.is_split():
         result = {}
         for split in SPLITS:
             found = search.run(read_documents(corpus, split), num_windows[split], split)

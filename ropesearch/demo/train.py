@@ -85,9 +85,9 @@ def model_config() -> LlamaConfig:
 
 
 def train(
-    corpus: Corpus, out: Path, seed: int, phases: Sequence[Phase] = PHASES
+    corpus: Corpus, out: Path, seed: int, phases: Sequence[Phase] = PHASES, config: LlamaConfig | None = None
 ) -> tuple[LlamaForCausalLM, PreTrainedTokenizerFast]:
-    """Train, or go on from what OUT/state.safetensors holds.
+    """Train, or go on from what OUT/state.safetensors holds; `config` is `model_config()` unless another is given.
 
     Raises:
         InputError: OUT holds the state of a run with another seed or other phases.
@@ -100,7 +100,7 @@ def train(
     maker = RowMaker(tokenizer, documents, tokenizer.bos_token_id, NUM_SPECIAL)
 
     torch.manual_seed(int(stream(seed, "demo.weights").integers(2**63)))
-    model = LlamaForCausalLM(model_config()).train()
+    model = LlamaForCausalLM(config or model_config()).train()
     state = State(out / "state.safetensors", seed, phases)
     print(f"{sum(len(ids) for ids in documents)} training tokens")
     num_steps = 0  # of the phases before

@@ -7,10 +7,11 @@ from ropesearch.evaluate.perplexity import Evaluation
 from ropesearch.score.score import perplexity
 
 
-def render_table(rows: Sequence[Evaluation]) -> str:
+def render_table(rows: Sequence[Evaluation], last_tokens: int | None = None) -> str:
     """Perplexity of each method by length, then of each by position at the longest length; "-" where there is none.
 
-    `rows` are one split's; methods and lengths are in the order of their first row. No trailing newline.
+    `rows` are one split's, scored on the `last_tokens` of each window where that is given; methods and lengths are in
+    the order of their first row. No trailing newline.
     """
     if not rows:
         return "no method could be scored"
@@ -19,7 +20,7 @@ def render_table(rows: Sequence[Evaluation]) -> str:
     cells = {(row.method, row.length): row for row in rows}
     by_length = [[method, *(_number(cells.get((method, length))) for length in lengths)] for method in methods]
     first = rows[0]
-    title = f"perplexity by length in tokens ({first.split}, {len(first.window_nats)} documents)"
+    title = f"perplexity by length in tokens{of_last(last_tokens)} ({first.split}, {len(first.window_nats)} documents)"
     parts = [title, aligned([["method", *map(str, lengths)], *by_length])]
     longest = [row for row in rows if row.length == lengths[-1]]
     edges = longest[0].block_edges
@@ -28,6 +29,11 @@ def render_table(rows: Sequence[Evaluation]) -> str:
         by_position = [[row.method, *map(perplexity_text, row.block_nats, row.block_tokens)] for row in longest]
         parts += ["", f"perplexity by position at {lengths[-1]} tokens", aligned([header, *by_position])]
     return "\n".join(parts)
+
+
+def of_last(last_tokens: int | None) -> str:
+    """What a heading adds where only so many last tokens of each window were scored."""
+    return "" if last_tokens is None else f", of the last {last_tokens} of each window"
 
 
 def _number(row: Evaluation | None) -> str:

@@ -15,7 +15,13 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from ropesearch.errors import InputError
 from ropesearch.model.checkpoint import check_tokenizer_files, check_weight_files, find_checkpoint, read_json
 from ropesearch.model.config import Attention, ModelConfig
-from ropesearch.model.own import OwnTable, check_original_length, check_rope_type, rescaled_parameters
+from ropesearch.model.own import (
+    OwnTable,
+    check_original_length,
+    check_rope_type,
+    original_length_note,
+    rescaled_parameters,
+)
 from ropesearch.model.positions import layer_limits, positions_without_table
 from ropesearch.model.rotary import RotaryTable, find_tables, is_windowed, rescaled_tables
 from ropesearch.model.skeleton import build_skeleton, rotary_modules
@@ -158,6 +164,15 @@ def read_own(folder: Path, geometry: Geometry, *, trust_remote_code: bool = Fals
 def read_layer_limits(folder: Path, *, trust_remote_code: bool = False) -> tuple[str, ...]:
     """What keeps some layers of the folder's model from seeing further whatever the factors, see `layer_limits`."""
     return layer_limits(_read_config(folder, trust_remote_code)[1])
+
+
+def read_length_note(folder: Path, original_length: int | None, *, trust_remote_code: bool = False) -> tuple[str, ...]:
+    """What to say of an original_length, in tokens, that is not what config.json says, see `original_length_note`."""
+    raw, config = _read_config(folder, trust_remote_code)
+    parameters, _ = rescaled_parameters(config, str(raw["model_type"]))
+    longest = getattr(config, "max_position_embeddings", None)
+    note = original_length_note(original_length, raw, parameters, longest)
+    return () if note is None else (note,)
 
 
 def _read_config(folder: Path, trust_remote_code: bool) -> tuple[dict[str, Any], Any]:

@@ -253,10 +253,7 @@ def check_original_length(original_length: int | None, raw: Mapping[str, Any], p
     rope_type = parameters.get("rope_type", _PLAIN)
     if rope_type == _PLAIN or original_length is not None:
         return
-    places = [raw, raw.get("rope_scaling"), raw.get("rope_parameters")]
-    places += [place for outer in places[1:] if isinstance(outer, Mapping) for place in outer.values()]
-    hints = [place.get("original_max_position_embeddings") for place in places if isinstance(place, Mapping)]
-    hint = next((hint for hint in hints if isinstance(hint, int)), None)
+    hint = _stated_original(raw)
     if hint is not None:
         where = f"original_max_position_embeddings = {hint}"
     else:
@@ -265,6 +262,32 @@ def check_original_length(original_length: int | None, raw: Mapping[str, Any], p
         "model.original_length: expected the length in tokens that the model was trained to, as config.json scales "
         f"positions (rope_type {rope_type!r}), got none; config.json gives {where}, which may be it"
     )
+
+
+def original_length_note(
+    original_length: int | None, raw: Mapping[str, Any], parameters: Mapping[str, Any], longest: Any
+) -> str | None:
+    """A sentence for an original_length that is given and is not what config.json says, else None. `longest` is the
+    checkpoint's max_position_embeddings, which says it where nothing is scaled; for `raw` and `parameters` see
+    `check_original_length`.
+    """
+    key, stated = "original_max_position_embeddings", _stated_original(raw)
+    if stated is None and parameters.get("rope_type", _PLAIN) == _PLAIN:
+        key, stated = "max_position_embeddings", longest
+    if original_length is None or not isinstance(stated, int) or stated == original_length:
+        return None
+    return (
+        f"model.original_length = {original_length} is used, where config.json says {key} = {stated}; the ratio, the "
+        "baselines and the price on short inputs follow from it"
+    )
+
+
+def _stated_original(raw: Mapping[str, Any]) -> int | None:
+    """original_max_position_embeddings, wherever a config.json holds it."""
+    places = [raw, raw.get("rope_scaling"), raw.get("rope_parameters")]
+    places += [place for outer in places[1:] if isinstance(outer, Mapping) for place in outer.values()]
+    stated = [place.get("original_max_position_embeddings") for place in places if isinstance(place, Mapping)]
+    return next((length for length in stated if isinstance(length, int)), None)
 
 
 def _plain_table(geometry: Geometry, device: torch.device) -> torch.Tensor:

@@ -1,5 +1,6 @@
 """How windows are scored. Standard library only: configs are composed before torch is loaded."""
 
+import math
 from dataclasses import dataclass
 
 from ropesearch.errors import InputError
@@ -8,7 +9,7 @@ from ropesearch.settings import setting
 
 @dataclass(kw_only=True)
 class ScoringConfig:
-    """How windows are scored; `check` says whether the values can be used."""
+    """How windows are scored; `check` and `check_search` say whether the values can be used."""
 
     last_tokens: int | None = setting(
         None,
@@ -44,6 +45,33 @@ class ScoringConfig:
         "a search's guard on short inputs: a candidate whose perplexity on the first original_length tokens exceeds "
         "the unscaled model's by more than this part of it (0.05 = 5 %) ranks after all others; null = no guard",
     )
+
+    def check_search(self, target_length: int) -> None:
+        """Raise InputError unless a search for target_length tokens can have this objective."""
+        self.check(target_length)
+        lengths, weights = self.lengths or [target_length], self.length_weights
+        if len(set(lengths)) < len(lengths) or max(lengths) != target_length or min(lengths) < 2:
+            raise InputError(
+                "objective.lengths: expected different lengths from 2 to target_length = "
+                f"{target_length} tokens, the last among them, got {self.lengths}"
+            )
+        if weights and len(weights) != len(self.lengths):
+            raise InputError(
+                f"objective.length_weights: expected one for each of the {len(self.lengths)} objective.lengths, "
+                f"got {weights}"
+            )
+        if not all(math.isfinite(weight) and weight > 0 for weight in weights):
+            raise InputError(f"objective.length_weights: expected finite numbers above 0, got {weights}")
+        increase = self.max_short_perplexity_increase
+        if increase is not None and not (math.isfinite(increase) and increase >= 0):
+            raise InputError(
+                f"objective.max_short_perplexity_increase: expected at least 0, or null for no guard, got {increase}"
+            )
+        if self.last_tokens is not None and self.last_tokens >= min(lengths):
+            raise InputError(
+                f"objective.last_tokens: expected fewer than the {min(lengths)} tokens of the shortest of "
+                f"objective.lengths, got {self.last_tokens}"
+            )
 
     def check(self, length_tokens: int) -> None:
         """Raise InputError unless windows of `length_tokens` can be scored so."""

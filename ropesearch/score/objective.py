@@ -38,7 +38,7 @@ class Objective:
     answer the rest. With a weight of 1 and no guard, windows without an answer are not needed.
 
     With a guard, the first `guarded_tokens` of each window may have at most exp(tolerance_nats) times the perplexity
-    that the unscaled model has on them.
+    that the unscaled model has on them, read alone.
     """
 
     parts: Sequence[Part] = ()
@@ -102,7 +102,7 @@ class Objective:
 
     def excess_nats(self, score: Score, unscaled: Score | None) -> float | None:
         """By how many nats per token a score exceeds what the guard allows, at most 0 where it keeps it; None without
-        a guard. `unscaled` is the unscaled model's score of the same windows.
+        a guard. `unscaled` is the unscaled model's score of the same windows, or of their first `guarded_tokens`.
 
         Raises InputError where there is a guard and no `unscaled`.
         """
@@ -148,32 +148,12 @@ def objective_of(config: ScoringConfig, target_length: int, original_length: int
 
     Raises InputError when lengths, weights or the guard do not fit.
     """
+    config.check_search(target_length)
     lengths, weights = config.lengths or [target_length], config.length_weights
-    if len(set(lengths)) < len(lengths) or max(lengths) != target_length or min(lengths) < 2:
-        raise InputError(
-            f"objective.lengths: expected different lengths from 2 to target_length = {target_length} tokens, the last "
-            f"among them, got {config.lengths}"
-        )
-    if weights and len(weights) != len(config.lengths):
-        raise InputError(
-            f"objective.length_weights: expected one for each of the {len(config.lengths)} objective.lengths, "
-            f"got {weights}"
-        )
-    if not all(math.isfinite(weight) and weight > 0 for weight in weights):
-        raise InputError(f"objective.length_weights: expected finite numbers above 0, got {weights}")
     increase = config.max_short_perplexity_increase
-    if increase is not None and not (math.isfinite(increase) and increase >= 0):
-        raise InputError(
-            f"objective.max_short_perplexity_increase: expected at least 0, or null for no guard, got {increase}"
-        )
     needle_weight = config.needle_weight
     if not config.lengths and increase is None:
         return Objective(needle_weight=needle_weight)
-    if config.last_tokens is not None and config.last_tokens >= min(lengths):
-        raise InputError(
-            f"objective.last_tokens: expected fewer than the {min(lengths)} tokens of the shortest of "
-            f"objective.lengths, got {config.last_tokens}"
-        )
     parts = [
         Part(length=length, weight=weight, start=0 if config.last_tokens is None else length - config.last_tokens)
         for length, weight in zip(lengths, weights or [1.0] * len(lengths), strict=True)

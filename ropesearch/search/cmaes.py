@@ -1,6 +1,5 @@
 """CMA-ES, replayed from the study."""
 
-import math
 from collections.abc import Sequence
 from typing import ClassVar
 
@@ -8,11 +7,10 @@ import cmaes
 import numpy as np
 from numpy.typing import NDArray
 
-from ropesearch.errors import InputError
 from ropesearch.rope.regime import Regime
 from ropesearch.search.config import CMAESConfig
 from ropesearch.search.coordinates import Coordinates
-from ropesearch.search.sampler import CandidateSampler, Past, Scored, check_at_least
+from ropesearch.search.sampler import CandidateSampler, Past, Scored
 from ropesearch.search.space import Candidate, Space
 from ropesearch.seeding import stream
 
@@ -39,10 +37,7 @@ class CMAESSampler(CandidateSampler):
         self, space: Space, config: CMAESConfig, seed: int, seeds: Sequence[Regime], num_baselines: int
     ) -> None:
         super().__init__(space, seed, seeds, num_baselines)
-        check_at_least("num_candidates", config.num_candidates, 1)
-        check_at_least("num_population", config.num_population, 4)
-        if not (math.isfinite(config.initial_sigma) and config.initial_sigma > 0):
-            raise InputError(f"optimizer.initial_sigma: expected a finite number above 0, got {config.initial_sigma}")
+        config.check()
         self.config = config
         self._coordinates = Coordinates(space)
 

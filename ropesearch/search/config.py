@@ -1,8 +1,9 @@
-"""What a search can be told. Standard library only; values are checked where they are used, with an InputError."""
+"""What a search can be told. Standard library only: what is wrong in itself is refused before torch is loaded."""
 
 import math
 from dataclasses import dataclass
 from enum import Enum
+from fractions import Fraction
 
 from ropesearch.errors import InputError
 from ropesearch.settings import setting
@@ -33,7 +34,7 @@ class SpaceConfig:
     attention_factor: str | float = setting(
         "search",
         "'search' = searched with the factors; 'longrope' = sqrt(1 + ln ratio / ln original_length); 'yarn' = "
-        "0.1 ln ratio + 1; a number = held at it",
+        "0.1 ln ratio + 1; a number of at least 1 = held at it",
     )
     attention_factor_max: float = setting(1.5, "the largest attention factor that is searched (the smallest is 1)")
     attention_factor_step: float = setting(
@@ -46,10 +47,100 @@ class SpaceConfig:
         "(LongRoPE: 0,1,2,4,8,12,16,20,24,28,32,64,128,256)",
     )
 
+    def check(self, target_length: int) -> None:
+        """Raise InputError for what describes no space of tables for target_length tokens, whatever the model."""
+        if not (math.isfinite(self.max_factor_over_ratio) and self.max_factor_over_ratio >= 1):
+            raise InputError(
+                f"space.max_factor_over_ratio: expected at least 1, so that linear interpolation is inside, "
+                f"got {self.max_factor_over_ratio}"
+            )
+        _check_above_0("space.factor_step", self.factor_step)
+        for name in ("num_pairs_at_one", "num_pairs_at_ratio"):
+            value = getattr(self, name)
+            if value != "search" and not (isinstance(value, int) and value >= 0):
+                raise InputError(f"space.{name}: expected 'search' or a number of pairs from 0 on, got {value!r}")
+        if self.critical_pair is not None:
+            self._check_critical_pair()
+        elif self.num_pairs_at_ratio != 0 and self.max_factor_over_ratio != 1:
+            raise InputError(
+                "space.max_factor_over_ratio: expected 1 with pairs at the ratio (space.num_pairs_at_ratio), as "
+                f"factors do not decrease, got {self.max_factor_over_ratio}"
+            )
+        if self.attention_factor == "search":
+            _check_above_0("space.attention_factor_step", self.attention_factor_step)
+            if not (math.isfinite(self.attention_factor_max) and self.attention_factor_max > 1):
+                raise InputError(
+                    "space.attention_factor_max: expected a finite number above 1, which is the smallest attention "
+                    f"factor, got {self.attention_factor_max}; space.attention_factor=1 holds it there"
+                )
+            num_grid_steps("space.attention_factor_step", self.attention_factor_step, 1.0, self.attention_factor_max)
+        elif self.attention_factor not in ("longrope", "yarn"):
+            _check_held_attention(self.attention_factor)
+        kept = self.retained_tokens
+        if not kept or len(set(kept)) < len(kept) or min(kept) < 0 or max(kept) > target_length:
+            raise InputError(
+                "space.retained_tokens: expected one or more different numbers of tokens from 0 to target_length = "
+                f"{target_length}, got {list(kept)}"
+            )
+
+    def _check_critical_pair(self) -> None:
+        pair = self.critical_pair
+        if pair != "search" and not (isinstance(pair, int) and pair >= 0):
+            raise InputError(f"space.critical_pair: expected null, 'search' or a pair from 0 on, got {pair!r}")
+        for name in ("num_pairs_at_one", "num_pairs_at_ratio"):
+            if getattr(self, name) != 0:
+                raise InputError(
+                    f"space.{name}: expected 0 with a critical pair (space.critical_pair), as that leaves no pair to "
+                    f"hold, got {getattr(self, name)!r}"
+                )
+        if not self.max_factor_over_ratio > 1:
+            raise InputError(
+                "space.max_factor_over_ratio: expected more than 1 with a critical pair (space.critical_pair), as "
+                f"factors lie at or above the ratio from there on, got {self.max_factor_over_ratio}"
+            )
+
+
+def num_grid_steps(key: str, step: float, low: float, high: float) -> int:
+    """How many steps of the decimal number `step`, above 0, lead from `low` to at most `high`.
+
+    Raises InputError, naming `key`, where that are none or more than a million.
+    """
+    exact = Fraction(repr(float(step)))
+    # A rounding of `high` costs no step.
+    num_steps = (Fraction(high) - Fraction(low) + exact * Fraction(1, 10**6)) // exact if math.isfinite(high) else 0
+    if not 1 <= num_steps <= 10**6:
+        remedy = "a smaller step" if num_steps < 1 else "a larger step, or a shorter target_length"
+        raise InputError(
+            f"{key}: expected a step that leaves 2 to a million values from {low:g} to {high:g}, got {step}; "
+            f"ask for {remedy}"
+        )
+    return int(num_steps)
+
+
+def _check_above_0(key: str, value: float) -> None:
+    if not (math.isfinite(value) and value > 0):
+        raise InputError(f"{key}: expected a finite number above 0, got {value}")
+
+
+def _check_held_attention(value: str | float) -> None:
+    """Of what is neither "search" nor a formula's name."""
+    try:
+        number = float(value)
+    except ValueError:
+        number = math.nan
+    if not (math.isfinite(number) and number >= 1):
+        raise InputError(
+            'space.attention_factor: expected "search", "longrope", "yarn" or a number of at least 1, as no method '
+            f"makes attention over more tokens flatter, got {value!r}; give 1 to leave it as it was trained"
+        )
+
 
 @dataclass(kw_only=True)
 class OptimizerConfig:
     """What a sampler can be told; each sampler has its own keys."""
+
+    def check(self) -> None:
+        """Raise InputError for a value out of range."""
 
 
 @dataclass(kw_only=True)
@@ -68,12 +159,31 @@ class EvolutionConfig(OptimizerConfig):
         "generations after the first population; 64 + 40 * 32 = 1,344 candidates by default",
     )
 
+    def check(self) -> None:
+        """Raise InputError for a value out of range, or generations without children."""
+        for name in ("num_mutations", "num_crossovers", "num_generations"):
+            _check_at_least(name, getattr(self, name), 0)
+        _check_at_least("num_population", self.num_population, 1)
+        _check_at_least("num_parents", self.num_parents, 2)
+        if self.num_mutations + self.num_crossovers < 1:
+            raise InputError(
+                "optimizer.num_mutations, optimizer.num_crossovers: expected at least one child per generation, got "
+                "none"
+            )
+        probability = self.mutation_probability
+        if not (math.isfinite(probability) and 0 < probability <= 1):
+            raise InputError(f"optimizer.mutation_probability: expected more than 0 and at most 1, got {probability}")
+
 
 @dataclass(kw_only=True)
 class RandomConfig(OptimizerConfig):
     """Independent draws, the measure of what the other samplers are worth."""
 
     num_candidates: int = setting(1344, "candidates after which the search ends, the seeds included")
+
+    def check(self) -> None:
+        """Raise InputError for a value out of range."""
+        _check_at_least("num_candidates", self.num_candidates, 1)
 
 
 @dataclass(kw_only=True)
@@ -83,6 +193,11 @@ class TPEConfig(OptimizerConfig):
     num_candidates: int = setting(1344, "candidates after which the search ends, the seeds included")
     num_startup: int = setting(32, "scored candidates before the estimator: the seeds, and draws near the best of them")
     num_draws: int = setting(24, "draws from the density of good candidates, of which the most promising is proposed")
+
+    def check(self) -> None:
+        """Raise InputError for a value out of range."""
+        for name in ("num_candidates", "num_startup", "num_draws"):
+            _check_at_least(name, getattr(self, name), 1)
 
 
 @dataclass(kw_only=True)
@@ -95,6 +210,17 @@ class CMAESConfig(OptimizerConfig):
         0.5, "standard deviation of the first generation, in those of a random candidate's coordinates"
     )
 
+    def check(self) -> None:
+        """Raise InputError for a value out of range."""
+        _check_at_least("num_candidates", self.num_candidates, 1)
+        _check_at_least("num_population", self.num_population, 4)
+        _check_above_0("optimizer.initial_sigma", self.initial_sigma)
+
+
+def _check_at_least(name: str, value: int, least: int) -> None:
+    if value < least:
+        raise InputError(f"optimizer.{name}: expected at least {least}, got {value}")
+
 
 @dataclass(kw_only=True)
 class GradientConfig(OptimizerConfig):
@@ -104,6 +230,11 @@ class GradientConfig(OptimizerConfig):
         32, "candidates after which the search ends; those before the polish cost gradient steps besides"
     )
     num_starts: int = setting(2, "how many of the baselines, the best first, descents begin at")
+
+    def check(self) -> None:
+        """Raise InputError for a value out of range."""
+        for name in ("num_candidates", "num_starts"):
+            _check_at_least(name, getattr(self, name), 1)
 
 
 OPTIMIZERS: dict[str, type[OptimizerConfig]] = {

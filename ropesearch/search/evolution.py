@@ -1,16 +1,14 @@
 """LongRoPE's evolution."""
 
-import math
 from collections.abc import Collection, Sequence
 from typing import ClassVar
 
 import numpy as np
 
-from ropesearch.errors import InputError
 from ropesearch.rope.regime import Regime
 from ropesearch.search.config import EvolutionConfig
 from ropesearch.search.operators import cross, mutate
-from ropesearch.search.sampler import CandidateSampler, Past, check_at_least
+from ropesearch.search.sampler import CandidateSampler, Past
 from ropesearch.search.space import Candidate, Space
 
 _NUM_TRIES = 8
@@ -41,7 +39,7 @@ class EvolutionSampler(CandidateSampler):
         self, space: Space, config: EvolutionConfig, seed: int, seeds: Sequence[Regime], num_baselines: int
     ) -> None:
         super().__init__(space, seed, seeds, num_baselines)
-        _check(config)
+        config.check()
         self.config = config
 
     @property
@@ -102,17 +100,3 @@ def _two_ranks(num_parents: int, rng: np.random.Generator) -> tuple[int, int]:
     second = int(rng.integers(num_parents - 1))
     second += second >= first
     return min(first, second), max(first, second)
-
-
-def _check(config: EvolutionConfig) -> None:
-    for name in ("num_mutations", "num_crossovers", "num_generations"):
-        check_at_least(name, getattr(config, name), 0)
-    check_at_least("num_population", config.num_population, 1)
-    check_at_least("num_parents", config.num_parents, 2)
-    if config.num_mutations + config.num_crossovers < 1:
-        raise InputError(
-            "optimizer.num_mutations, optimizer.num_crossovers: expected at least one child per generation, got none"
-        )
-    probability = config.mutation_probability
-    if not (math.isfinite(probability) and 0 < probability <= 1):
-        raise InputError(f"optimizer.mutation_probability: expected more than 0 and at most 1, got {probability}")

@@ -10,7 +10,7 @@ from ropesearch.rope.regime import Regime
 from ropesearch.search.config import GradientConfig
 from ropesearch.search.descent import Descent
 from ropesearch.search.evolution import offspring
-from ropesearch.search.sampler import CandidateSampler, Past, StepAsked, check_at_least, known_candidates
+from ropesearch.search.sampler import CandidateSampler, Past, StepAsked, known_candidates
 from ropesearch.search.space import Candidate, Space
 from ropesearch.search.trials import METHOD, NUM_STEPS, PLAN, rank, ranked, recorded_regime, recorded_steps
 
@@ -51,8 +51,7 @@ class GradientSampler(CandidateSampler):
         num_windows: int,
     ) -> None:
         super().__init__(space, seed, [], num_baselines)
-        check_at_least("num_candidates", config.num_candidates, 1)
-        check_at_least("num_starts", config.num_starts, 1)
+        config.check()
         self.config = config
         self._start_names = {regime.name for regime in seeds}
         self._num_windows = num_windows

@@ -41,17 +41,6 @@ class LongRoPE2Space(Space):
     """
 
     def _factor_grid(self, ratio: float, config: SpaceConfig) -> NDArray[np.float64]:
-        for name in ("num_pairs_at_one", "num_pairs_at_ratio"):
-            if getattr(config, name) != 0:
-                raise InputError(
-                    f"space.{name}: expected 0 with a critical pair (space.critical_pair), as that leaves no pair to "
-                    f"hold, got {getattr(config, name)!r}"
-                )
-        if not (math.isfinite(config.max_factor_over_ratio) and config.max_factor_over_ratio > 1):
-            raise InputError(
-                "space.max_factor_over_ratio: expected more than 1 with a critical pair (space.critical_pair), as "
-                f"factors lie at or above the ratio from there on, got {config.max_factor_over_ratio}"
-            )
         first, last = self._critical_pairs(config.critical_pair)
         grid = even_grid("space.factor_step", config.factor_step, ratio, ratio * config.max_factor_over_ratio)
         self.low = End(_FOLLOWS, first, last)
@@ -64,11 +53,12 @@ class LongRoPE2Space(Space):
         if value == "search":
             first, last = self.geometry.ten_turn_pair(), self.geometry.critical_pair()
             return min(first, last_pair), min(last, last_pair)
-        if not isinstance(value, int) or not 0 <= value <= last_pair:
+        pair = int(value or 0)
+        if pair > last_pair:
             raise InputError(
-                f"space.critical_pair: expected null, 'search' or a pair from 0 to {last_pair}, got {value!r}"
+                f"space.critical_pair: expected null, 'search' or a pair from 0 to {last_pair}, got {pair}"
             )
-        return value, value
+        return pair, pair
 
     @property
     def factor_spacing(self) -> float | None:

@@ -8,7 +8,7 @@ import numpy as np
 from ropesearch.rope.regime import Regime
 from ropesearch.search.config import RandomConfig
 from ropesearch.search.coordinates import Coordinates
-from ropesearch.search.sampler import CandidateSampler, Past, check_at_least
+from ropesearch.search.sampler import CandidateSampler, Past
 from ropesearch.search.space import Candidate, Space
 
 
@@ -24,7 +24,7 @@ class RandomSampler(CandidateSampler):
         self, space: Space, config: RandomConfig, seed: int, seeds: Sequence[Regime], num_baselines: int
     ) -> None:
         super().__init__(space, seed, seeds, num_baselines)
-        check_at_least("num_candidates", config.num_candidates, 1)
+        config.check()
         self.config = config
         self._coordinates = Coordinates(space)
 

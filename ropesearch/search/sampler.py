@@ -152,9 +152,3 @@ def known_candidates(trials: Sequence[FrozenTrial], number: int) -> set[Candidat
     """The candidates of all trials but `number`, failed and running ones too."""
     candidates = (recorded_candidate(trial) for trial in trials if trial.number != number)
     return {candidate for candidate in candidates if candidate is not None}
-
-
-def check_at_least(name: str, value: int, least: int) -> None:
-    """Raise InputError unless the optimizer's key `name` is at least `least`."""
-    if value < least:
-        raise InputError(f"optimizer.{name}: expected at least {least}, got {value}")

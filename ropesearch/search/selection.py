@@ -6,18 +6,16 @@ from dataclasses import dataclass, replace
 
 from optuna.trial import FrozenTrial
 
-from ropesearch.errors import InputError, NothingScoredError, ScoringError
+from ropesearch.errors import InputError, NothingScoredError
 from ropesearch.rope.regime import Regime
 from ropesearch.score.objective import Objective
 from ropesearch.score.score import Score
 from ropesearch.search.config import SelectionConfig
-from ropesearch.search.ownership import claimed
+from ropesearch.search.once import POLL_SECONDS, GuardReference, guard_score, no_guard_score, scored_once
 from ropesearch.search.study import OpenStudy
 from ropesearch.search.trials import identity, is_searched, ranked, recorded_regime, recorded_score
 
 SELECTION = "selection"
-
-_POLL_SECONDS = 0.2
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +55,7 @@ def score_finalists(
     evaluate: Callable[[Regime, str], Score],
     on_scored: Callable[[Finalist, float], None],
     objective: Objective,
+    guard_reference: GuardReference | None = None,
 ) -> list[Finalist]:
     """Score finalists on the selection windows, best first; those that could not be scored come last. `on_scored` gets
     each with the fraction that is done.
@@ -66,7 +65,9 @@ def score_finalists(
     Those that break the objective's guard there come after all that keep it. Equal scores are ordered by search score,
     then by trial number, so a baseline wins against a candidate that is the same.
 
-    Raises NothingScoredError when none could be scored, or with a guard not the unscaled model, trial 0.
+    The guard is measured against the score that `guard_reference` gives for a split, or without it against trial 0.
+
+    Raises NothingScoredError when none could be scored, or with a guard not what it is measured against.
     """
     waiting = list(finalists)
     done: list[Finalist] = []
@@ -80,7 +81,7 @@ def score_finalists(
             done.append(scored)
             on_scored(scored, len(done) / len(finalists))
         if len(left) == len(waiting):
-            time.sleep(_POLL_SECONDS)  # all that is left is being scored by other workers, which may die
+            time.sleep(POLL_SECONDS)  # all that is left is being scored by other workers, which may die
         waiting = left
     if all(finalist.selection_score is None for finalist in done):
         reasons = sorted({str(finalist.failure) for finalist in done})
@@ -88,12 +89,10 @@ def score_finalists(
             f"none of {len(done)} finalists could be scored on the selection windows: {'; '.join(reasons)}"
         )
     if objective.guarded_tokens is not None:
-        unscaled = next((finalist.selection_score for finalist in done if finalist.trial_number == 0), None)
-        if unscaled is None:
-            raise NothingScoredError(
-                "the unscaled model could not be scored on the selection windows, and the guard on short inputs is "
-                "measured against it; ask without objective.max_short_perplexity_increase"
-            )
+        if guard_reference is not None:
+            unscaled = guard_score(opened, SELECTION, guard_reference)
+        else:
+            unscaled = _score_of_trial_0(done)
         done = [
             finalist
             if finalist.selection_score is None
@@ -105,23 +104,20 @@ def score_finalists(
 
 def _scored(opened: OpenStudy, finalist: Finalist, evaluate: Callable[[Regime, str], Score]) -> Finalist | None:
     """The finalist with its outcome, or None while another worker is at it."""
-    name = identity(finalist.regime)
-    key = f"{SELECTION}/{name}"
-    recorded = opened.study.user_attrs.get(key)
+    key = f"{SELECTION}/{identity(finalist.regime)}"
+    recorded = scored_once(opened, key, lambda: evaluate(finalist.regime, SELECTION))
     if recorded is None:
-        with claimed(opened.run_folder / "workers" / f"{SELECTION}-{name}.lock") as mine:
-            if not mine:
-                return None
-            recorded = opened.study.user_attrs.get(key)  # it may have been scored just before
-            if recorded is None:
-                try:
-                    recorded = {"score": evaluate(finalist.regime, SELECTION).to_json()}
-                except ScoringError as error:
-                    recorded = {"failure": str(error)}
-                opened.study.set_user_attr(key, recorded)
+        return None
     if "failure" in recorded:
         return replace(finalist, failure=recorded["failure"])
     return replace(finalist, selection_score=Score.from_json(recorded["score"]))
+
+
+def _score_of_trial_0(done: Sequence[Finalist]) -> Score:
+    first = next((finalist for finalist in done if finalist.trial_number == 0), None)
+    if first is None or first.selection_score is None:
+        raise no_guard_score(SELECTION, "no trial 0" if first is None else first.failure)
+    return first.selection_score
 
 
 def _order(finalist: Finalist, objective: Objective) -> tuple[bool, float, float, float, int]:

@@ -4,7 +4,6 @@ Everything here is constructive: any vector and any regime leads to a candidate 
 says what sequences of factors it holds (see monotone.py, longrope2.py).
 """
 
-import math
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from fractions import Fraction
@@ -16,7 +15,7 @@ from ropesearch.errors import InputError
 from ropesearch.rope.geometry import Geometry
 from ropesearch.rope.methods import attention_factor_formula
 from ropesearch.rope.regime import Regime
-from ropesearch.search.config import SpaceConfig
+from ropesearch.search.config import SpaceConfig, num_grid_steps
 
 SEARCHED = "searched"
 
@@ -77,6 +76,7 @@ class Space(ABC):
 
     def __init__(self, geometry: Geometry, target_length: int, config: SpaceConfig) -> None:
         ratio = geometry.ratio(target_length)
+        config.check(target_length)
         self.geometry = geometry
         self.target_length = target_length
         self.num_pairs = geometry.num_pairs
@@ -89,7 +89,7 @@ class Space(ABC):
             )
         else:
             self._attention = np.array([_held_attention(config.attention_factor, ratio, geometry.original_length)])
-        self.retained_choices = _retained(config.retained_tokens, target_length)
+        self.retained_choices = tuple(sorted(config.retained_tokens))
         self._retained_position = {tokens: position for position, tokens in enumerate(self.retained_choices)}
         self.dimensions = self._dimensions(config)
 
@@ -286,44 +286,15 @@ def finite(factors: NDArray[np.float64]) -> NDArray[np.float64]:
 
 def even_grid(key: str, step: float, first: float, highest: float) -> NDArray[np.float64]:
     """first, first + step, ... up to `highest`, each the float that its decimal digits name."""
-    if not (math.isfinite(step) and step > 0):
-        raise InputError(f"{key}: expected a finite number above 0, got {step}")
-    if not (math.isfinite(highest) and highest >= first):
-        raise InputError(
-            f"{key}: the grid starts at {first:g}, so its end must be finite and at least {first:g}, got {highest}"
-        )
+    num_steps = num_grid_steps(key, step, first, highest)
     exact, start = Fraction(repr(float(step))), Fraction(first)
-    num_steps = (Fraction(highest) - start + exact * Fraction(1, 10**6)) // exact  # a rounding of it costs no step
-    if not 1 <= num_steps <= 10**6:
-        remedy = "a smaller step" if num_steps < 1 else "a larger step, or a shorter target_length"
-        raise InputError(
-            f"{key}: expected a step that leaves 2 to a million values from {first:g} to {highest:g}, got {step}; "
-            f"ask for {remedy}"
-        )
     unit = exact.denominator * start.denominator
     offset, whole = start.numerator * exact.denominator, exact.numerator * start.denominator
     # A quotient of integers is rounded once, like a decimal literal.
-    return np.array([(offset + position * whole) / unit for position in range(int(num_steps) + 1)])
+    return np.array([(offset + position * whole) / unit for position in range(num_steps + 1)])
 
 
 def _held_attention(value: str | float, ratio: float, original_length: int) -> float:
-    expected = 'space.attention_factor: expected "search", "longrope", "yarn" or a number above 0'
     if value in ("longrope", "yarn"):
         return attention_factor_formula(str(value), ratio, original_length)
-    try:
-        number = float(value)
-    except ValueError as error:
-        raise InputError(f"{expected}, got {value!r}") from error
-    if not (math.isfinite(number) and number > 0):
-        raise InputError(f"{expected}, got {value!r}")
-    return number
-
-
-def _retained(choices: list[int], target_length: int) -> tuple[int, ...]:
-    kept = tuple(sorted(set(choices)))
-    if not kept or kept[0] < 0 or kept[-1] > target_length:
-        raise InputError(
-            f"space.retained_tokens: expected at least one number of tokens from 0 to target_length = {target_length}, "
-            f"got {list(choices)}"
-        )
-    return kept
+    return float(value)

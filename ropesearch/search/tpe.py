@@ -12,7 +12,7 @@ from optuna.trial import TrialState, create_trial
 from ropesearch.rope.regime import Regime
 from ropesearch.search.config import TPEConfig
 from ropesearch.search.coordinates import Coordinates
-from ropesearch.search.sampler import CandidateSampler, Past, check_at_least
+from ropesearch.search.sampler import CandidateSampler, Past
 from ropesearch.search.space import Candidate, Space
 
 _STARTUP_DEVIATION = 0.5
@@ -33,8 +33,7 @@ class TPESampler(CandidateSampler):
 
     def __init__(self, space: Space, config: TPEConfig, seed: int, seeds: Sequence[Regime], num_baselines: int) -> None:
         super().__init__(space, seed, seeds, num_baselines)
-        for name in ("num_candidates", "num_startup", "num_draws"):
-            check_at_least(name, getattr(config, name), 1)
+        config.check()
         self.config = config
         self._coordinates = Coordinates(space)
 

@@ -20,6 +20,7 @@ from ropesearch.score.objective import Objective
 from ropesearch.score.score import Score
 from ropesearch.search.budget import Budget, spent_tokens
 from ropesearch.search.config import BudgetConfig, SelectionConfig
+from ropesearch.search.once import GuardReference, guard_score, no_guard_score
 from ropesearch.search.ownership import exclusive, is_alive, working
 from ropesearch.search.parameters import candidate_of, suggest
 from ropesearch.search.sampler import CandidateSampler
@@ -118,6 +119,7 @@ def run_search(
     budget: BudgetConfig,
     selection: SelectionConfig,
     objective: Objective = _NATS_PER_TOKEN,
+    guard_reference: GuardReference | None = None,
     on_event: Callable[[SearchEvent], None] = lambda event: None,
 ) -> SearchResult:
     """Work on the search in `run_folder` until it is finished; begin it, join it, or go on with it as needed.
@@ -126,13 +128,15 @@ def run_search(
     scores a regime on the "search" or "selection" windows and raises ScoringError when it cannot; a score on the search
     windows costs `cost_tokens` forward-equivalent tokens, and `objective` makes a value of it. `differentiate(regime,
     window)` gives the objective on one search window and its derivatives, for samplers that ask for them, and raises
-    ScoringError likewise; it costs `step_cost_tokens`. A guard of the objective
-    is a constraint of the trial, measured against trial 0, the unscaled model. For `fingerprints` see `open_study`. A
-    finished search is only read.
+    ScoringError likewise; it costs `step_cost_tokens`. A guard of the objective is a constraint of the trial, measured
+    against trial 0, the unscaled model, or against what `guard_reference(split)` scores (or raises ScoringError for):
+    once for each split, kept in the study, in no budget. For `fingerprints` see `open_study`. A finished search is only
+    read.
 
     Raises:
         InputError: the folder holds another search or a damaged one, or a limit is out of range.
-        NothingScoredError: no trial, or none of the finalists, could be scored, or with a guard not the unscaled model.
+        NothingScoredError: no trial, or none of the finalists, could be scored, or with a guard not what it is
+            measured against.
     """
     space = sampler.space
     selection.check()
@@ -149,6 +153,7 @@ def run_search(
             limits=limits,
             baselines=baselines,
             objective=objective,
+            guard_reference=guard_reference,
             name=name,
             on_event=on_event,
         )
@@ -159,7 +164,7 @@ def run_search(
             reasons = sorted({str(trial.user_attrs.get(FAILURE)) for trial in trials})
             raise NothingScoredError(f"none of {len(trials)} trials could be scored: {'; '.join(reasons)}")
         chosen = choose_finalists(trials, selection, space.target_length)
-        finalists = score_finalists(opened, chosen, evaluate, worker.report_finalist, objective)
+        finalists = score_finalists(opened, chosen, evaluate, worker.report_finalist, objective, guard_reference)
     best_candidates = [finalist.trial_number for finalist in finalists if finalist.method == SEARCHED][:1]
     shown = [trial for trial in trials if not is_searched(trial) or trial.number in best_candidates]
     scores = {trial.user_attrs[METHOD]: recorded_score(trial) for trial in shown}
@@ -193,6 +198,7 @@ class _Worker:
     limits: Budget
     baselines: Sequence[Regime]
     objective: Objective
+    guard_reference: GuardReference | None
     name: str
     on_event: Callable[[SearchEvent], None]
 
@@ -286,7 +292,8 @@ class _Worker:
             recorded = {**recorded, **with_outcome}
         if SCORE in recorded:
             score = Score.from_json(recorded[SCORE])
-            excess = self.objective.excess_nats(score, score if trial.number == 0 else self._unscaled_score())
+            is_reference = trial.number == 0 and self.guard_reference is None
+            excess = self.objective.excess_nats(score, score if is_reference else self._unscaled_score())
             if excess is not None and GUARD not in trial.constraints:
                 trial.set_constraint(GUARD, excess)
             self.opened.study.tell(trial, self.objective.value(score))
@@ -350,19 +357,19 @@ class _Worker:
             self._adopt_or_wait(running[0].number)
 
     def _unscaled_score(self) -> Score | None:
-        """Trial 0's score, where the objective has a guard; waited for while another worker is at it."""
+        """What the guard is measured against, where the objective has one: the score of `guard_reference` or, without
+        it, of trial 0; waited for while another worker is at it.
+        """
         if self.objective.guarded_tokens is None:
             return None
+        if self.guard_reference is not None:
+            return guard_score(self.opened, SEARCH, self.guard_reference)
         while True:
             trial = self.trials()[0]
             if trial.state is TrialState.COMPLETE:
                 return recorded_score(trial)
             if trial.state is TrialState.FAIL:
-                raise NothingScoredError(
-                    "the unscaled model could not be scored on the search windows, and the guard on short inputs is "
-                    f"measured against it: {trial.user_attrs.get(FAILURE)}; ask without "
-                    "objective.max_short_perplexity_increase"
-                )
+                raise no_guard_score(SEARCH, trial.user_attrs.get(FAILURE))
             self._adopt_or_wait(0)
 
     def _adopt_or_wait(self, number: int) -> None:

@@ -1,6 +1,7 @@
 """Tables that a user brings, against the lists in the files and transformers' own functions."""
 
 import contextlib
+import dataclasses
 import json
 import math
 from pathlib import Path
@@ -242,25 +243,41 @@ def test_any_rope_config_is_a_table_or_an_input_error(key: str, value: Any) -> N
 
 class TestFiles:
     def read(self, *paths: Path, taken: tuple[str, ...] = ()) -> list[Regime]:
-        return read_tables([str(path) for path in paths], GEOMETRY, TARGET_LENGTH, taken)
+        tables, notes = read_tables([str(path) for path in paths], GEOMETRY, TARGET_LENGTH, taken)
+        assert notes == []
+        return tables
 
-    def write(self, path: Path) -> Path:
+    def write(self, path: Path, last_factor: float = FACTORS[-1]) -> Path:
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(lines(*FACTORS))
+        path.write_text(lines(*FACTORS[:-1], last_factor))
         return path
 
     def test_names_are_the_files_and_distinct(self, tmp_path: Path) -> None:
         paths = [
-            self.write(tmp_path / name)
-            for name in (
+            self.write(tmp_path / name, 5.0 + number)
+            for number, name in enumerate((
                 "mine.csv", "a/mine.csv", "linear.csv", "run-7/rope_config.json", "run-8/checkpoint/config.json",
                 "_x y\n.csv", "result_it040.csv",
-            )
+            ))
         ]  # fmt: skip
         found = self.read(*paths, taken=("linear", "searched"))
         assert [table.name for table in found] == [
             "mine", "mine-2", "linear-2", "run-7", "run-8", "x_y_", "result_it040",
         ]  # fmt: skip
+
+    def test_a_table_that_is_given_twice_is_one(self, tmp_path: Path) -> None:
+        """The same factors, whatever the file; the formula's attention factor is a CSV's, another one another table."""
+        first, again, other = (self.write(tmp_path / name) for name in ("f8.csv", "a/f8.csv", "b/f8.csv"))
+        again.write_text(",".join(map(str, FACTORS)))
+        self.write(other, 4.9)
+        regime = dataclasses.replace(examples.REGIME, factors=FACTORS, attention_factor=1.25)
+        written = tmp_path / "searched.json"
+        written.write_text(json.dumps(examples.rope_config(regimes=(regime,)).to_json()))
+        paths = [str(path) for path in (first, again, other, written, first)]
+        tables, notes = read_tables(paths, GEOMETRY, TARGET_LENGTH, ())
+        assert [table.name for table in tables] == ["f8", "f8-2", "searched"]
+        assert [table.factors[-1] for table in tables] == [FACTORS[-1], 4.9, FACTORS[-1]]
+        assert notes == [f"tables: {path} holds the same table as {first}: one row, f8" for path in (again, first)]
 
     def test_what_is_refused(self, tmp_path: Path) -> None:
         with pytest.raises(InputError, match=r"^tables: .*none.csv: expected a file with a table, got no such file"):

@@ -62,6 +62,9 @@ def test_what_was_written_is_as_it_says(tmp_path: Path, architecture: str, retai
     assert {finding.level for finding in findings} == set(VerifyLevel)
     lengths = [finding.message.split()[0] for finding in findings if finding.level is LOGITS]
     assert lengths == ["1", "63", "64", "65", "256"]
+    notes = [finding.message for finding in findings if finding.is_note]
+    assert len(notes) == (retained_tokens > 0)
+    assert all(note.startswith("config.json cannot express retained_tokens: other loaders") for note in notes)
 
 
 def test_bfloat16_weights_verify_too(tmp_path: Path) -> None:
@@ -77,6 +80,7 @@ def test_lengths_above_the_limit_are_left_out_and_said(folder: Path) -> None:
     findings = verify(folder, [LOGITS], max_logits_tokens=100, device="cpu")
     assert [finding.message.split()[0] for finding in findings[:-1]] == ["1", "63", "64", "65", "100"]
     assert findings[-1].message == "left out: 256 tokens, above max_logits_tokens = 100"
+    assert [finding.is_note for finding in findings] == [False] * 5 + [True] and findings[-1].ok
     with pytest.raises(InputError, match="max_logits_tokens: expected at least 1 token, got 0"):
         verify(folder, max_logits_tokens=0)
 
@@ -384,7 +388,8 @@ def test_what_transformers_4_cannot_load_is_said(tmp_path: Path) -> None:
     write_checkpoint_folder(tmp_path / "source", tmp_path / "extended", rope_config)
     findings = verify(tmp_path / "extended", [TABLE])
     assert not wrong(findings)
-    assert any("transformers 4.57 cannot load this config.json" in finding.message for finding in findings)
+    (note,) = (finding for finding in findings if finding.is_note)
+    assert note.ok and note.message.startswith("transformers 4.57 cannot load this config.json")
 
 
 def test_a_family_that_cannot_express_a_table_is_refused_from_its_config(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from ropesearch.data.config import CorpusConfig
-from ropesearch.data.documents import Document, is_split, read_documents
+from ropesearch.data.documents import Document, read_documents
 from ropesearch.errors import InputError
 
 
@@ -207,14 +207,14 @@ def test_records_are_read_one_at_a_time(tmp_path: Path) -> None:
 
 def test_split_folder(tmp_path: Path) -> None:
     config = CorpusConfig(path=str(tmp_path))
-    assert not is_split(config)
+    assert not config.is_split()
     for split in ("search", "selection"):
         (tmp_path / split).mkdir()
         (tmp_path / split / "a.txt").write_text(split)
     with pytest.raises(InputError, match="got search, selection without held_out"):
-        is_split(config)
+        config.is_split()
     (tmp_path / "held_out").mkdir()
-    assert is_split(config)
+    assert config.is_split()
     assert list(read_documents(config, "selection")) == [Document("selection/a.txt", "selection")]
     with pytest.raises(InputError, match="got an empty folder"):
         list(read_documents(config, "held_out"))

@@ -211,9 +211,8 @@ def test_held_attention_factors() -> None:
     assert HELD.regime(candidate).attention_factor == math.sqrt(1 + math.log(8) / math.log(256))
     yarn = make_space(GEOMETRY, TARGET_LENGTH, SpaceConfig(attention_factor="yarn"))
     assert yarn.regime(candidate).attention_factor == 0.1 * math.log(8) + 1
-    assert (
-        make_space(GEOMETRY, TARGET_LENGTH, SpaceConfig(attention_factor=0.9)).regime(candidate).attention_factor == 0.9
-    )
+    held = make_space(GEOMETRY, TARGET_LENGTH, SpaceConfig(attention_factor=1.05))
+    assert held.regime(candidate).attention_factor == 1.05
 
 
 @pytest.mark.parametrize(
@@ -227,11 +226,19 @@ def test_held_attention_factors() -> None:
         ({"max_factor_over_ratio": math.inf}, "expected at least 1"),
         ({"attention_factor": "none"}, "got 'none'"),
         ({"attention_factor": -1.0}, "got -1"),
+        ({"attention_factor": 0.999}, "a number of at least 1, .* got 0.999; give 1"),
+        ({"attention_factor": "0.5"}, "got '0.5'"),
         ({"attention_factor": math.nan}, "got nan"),
-        ({"attention_factor_max": 0.5}, "at least 1"),
+        ({"attention_factor_max": 0.5}, "attention_factor_max: expected a finite number above 1"),
+        ({"attention_factor_max": 1.0}, "attention_factor_max: .* space.attention_factor=1 holds it there"),
+        ({"attention_factor_max": math.inf}, "attention_factor_max"),
+        ({"attention_factor_step": 1.0}, "leaves 2 to a million values from 1 to 1.5, got 1.0; ask for a smaller"),
+        ({"attention_factor_step": 1e-9}, "attention_factor_step: .* ask for a larger step"),
+        ({"max_factor_over_ratio": 1e308}, "factor_step"),
         ({"attention_factor_step": 0.0}, "attention_factor_step"),
-        ({"num_pairs_at_one": -1}, "num_pairs_at_one: expected 'search' or from 0 to 7"),
-        ({"num_pairs_at_one": 8}, "num_pairs_at_one"),
+        ({"num_pairs_at_one": -1}, "num_pairs_at_one: expected 'search' or a number of pairs from 0 on, got -1"),
+        ({"num_pairs_at_one": 8}, "num_pairs_at_one: expected 'search' or from 0 to 7 of the 8 pairs, got 8"),
+        ({"num_pairs_at_one": 1.0}, "got 1.0"),
         ({"num_pairs_at_one": "many"}, "got 'many'"),
         ({"num_pairs_at_ratio": 1}, "max_factor_over_ratio: expected 1 with pairs at the ratio"),
         ({"num_pairs_at_ratio": "search"}, "max_factor_over_ratio: expected 1 with pairs at the ratio"),
@@ -239,6 +246,7 @@ def test_held_attention_factors() -> None:
         ({**PIECEWISE, "factor_step": 7.0}, "expected a factor between 1 and the ratio"),
         ({"retained_tokens": []}, "retained_tokens"),
         ({"retained_tokens": [-1, 0]}, "retained_tokens"),
+        ({"retained_tokens": [4, 0, 4]}, "retained_tokens: expected one or more different numbers"),
         ({"retained_tokens": [TARGET_LENGTH + 1]}, "retained_tokens"),
     ],
 )

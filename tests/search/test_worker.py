@@ -2,9 +2,11 @@ import random
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections import Counter
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +23,7 @@ from ropesearch.score.objective import objective_of
 from ropesearch.score.score import Score
 from ropesearch.search.baselines import baseline_regimes
 from ropesearch.search.config import BudgetConfig, EvolutionConfig, SelectionConfig
+from ropesearch.search.once import guard_score, scored_once
 from ropesearch.search.parameters import parameters
 from ropesearch.search.study import JOURNAL_NAME, open_study
 from ropesearch.search.trials import (
@@ -475,6 +478,87 @@ def test_a_guard_without_the_unscaled_score_is_an_error(split: str, tmp_path: Pa
 
     with pytest.raises(NothingScoredError, match=f"unscaled model could not be scored on the {split} windows"):
         run(tmp_path, score=failing, objective=GUARDED)
+
+
+def short_reference(split: str) -> Score:
+    """Of the first half alone, and half a nat better there than trial 0."""
+    return Score(nats=[[4 * 0.5]], tokens=[[4]], block_edges=[0, 4])
+
+
+def test_a_guard_can_be_measured_against_another_score_than_trial_0s(tmp_path: Path) -> None:
+    """As for a checkpoint whose own table depends on the length: made once a split, whatever is killed when."""
+    calls: Counter[str] = Counter()
+
+    def reference(split: str) -> Score:
+        calls[split] += 1
+        return short_reference(split)
+
+    arguments: dict[str, Any] = {"score": guarded, "objective": GUARDED, "guard_reference": reference}
+    result = run(tmp_path / "whole", **arguments)
+    assert calls == {"search": 1, "selection": 1}
+    for trial in study_of(tmp_path / "whole").get_trials():
+        if trial.state is TrialState.COMPLETE:
+            regime = recorded_regime(trial, TARGET_LENGTH)
+            excess = 0.5 + np.log1p(short_increase(regime)) - np.log(1.05)  # trial 0's too
+            assert trial.constraints == {GUARD: pytest.approx(excess, abs=1e-12)}
+    scored = [finalist for finalist in result.finalists if finalist.selection_score]
+    assert [finalist.excess_nats for finalist in scored] == pytest.approx(
+        [0.5 + np.log1p(short_increase(finalist.regime)) - np.log(1.05) for finalist in scored], abs=1e-12
+    )
+    assert result.num_candidates_in_guard == 0
+    assert result.num_forward_equivalent_tokens == run(tmp_path / "as before").num_forward_equivalent_tokens
+    assert same(run(tmp_path / "whole", **arguments), result) and calls == {"search": 1, "selection": 1}
+
+    for num_calls in (0, 1):
+        folder = tmp_path / str(num_calls)
+        calls.clear()
+        left = [num_calls]
+
+        def dying(split: str, left: list[int] = left) -> Score:
+            left[0] -= 1
+            if left[0] < 0:
+                raise Killed
+            return reference(split)
+
+        with pytest.raises(Killed):
+            run(folder, **(arguments | {"guard_reference": dying}))
+        assert same(run(folder, **arguments), result)
+        assert calls == {"search": 1, "selection": 1}
+        assert contents(folder) == contents(tmp_path / "whole")
+
+
+@pytest.mark.parametrize("split", ["search", "selection"])
+def test_a_guard_without_that_score_is_an_error_and_is_not_tried_again(split: str, tmp_path: Path) -> None:
+    def failing(of: str) -> Score:
+        if of == split:
+            raise ScoringError("out of memory")
+        return short_reference(of)
+
+    expected = f"unscaled model could not be scored on the {split} windows, .*: out of memory; ask without"
+    for reference in (failing, short_reference):
+        with pytest.raises(NothingScoredError, match=expected):
+            run(tmp_path, score=guarded, objective=GUARDED, guard_reference=reference)
+
+
+def test_workers_wait_for_a_score_that_another_one_makes(tmp_path: Path) -> None:
+    opened = open_study(tmp_path, FINGERPRINTS, make_sampler())
+    started, may_end = threading.Event(), threading.Event()
+    calls = []
+
+    def slow(split: str) -> Score:
+        calls.append(split)
+        started.set()
+        assert may_end.wait(60)
+        return short_reference(split)
+
+    with ThreadPoolExecutor(2) as pool:
+        first = pool.submit(guard_score, opened, "search", slow)
+        assert started.wait(60)
+        second = pool.submit(guard_score, opened, "search", slow)
+        assert scored_once(opened, "guard_reference/search", lambda: pytest.fail("scored twice")) is None
+        may_end.set()
+        expected = short_reference("search").to_json()
+        assert first.result(60).to_json() == second.result(60).to_json() == expected and calls == ["search"]
 
 
 def test_a_weighted_objective_is_what_trials_are_worth(tmp_path: Path) -> None:

@@ -1,0 +1,329 @@
+"""What a search costs: search and held-out nats per token against forward-equivalent tokens, for every optimizer.
+
+    python -m benchmarks.search_cost [OUT] [--only TEXT] [--second-model FOLDER]
+
+Every run is a search of its own in OUT (by default runs/search_cost), with the same space, windows and baselines for
+all optimizers. Stopped and started again it goes on where it was; started twice, the two share the work. --only takes
+the runs whose name holds TEXT. The second model is trained by benchmarks/second_model.py; without it its runs are left
+out. When all runs asked for are there, benchmarks/results/search_cost.{json,md,png} are written anew.
+
+A run's cost is counted in evaluations: forward-equivalent tokens over those of one scoring of the search windows.
+"""
+
+import argparse
+import json
+import math
+import statistics
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from optuna.trial import TrialState
+
+from ropesearch.config import plain
+from ropesearch.data.config import CorpusConfig
+from ropesearch.data.windows import Windows, build_windows
+from ropesearch.demo.__main__ import write_demo
+from ropesearch.errors import RopesearchError
+from ropesearch.files import write_bytes, write_json
+from ropesearch.model.config import ModelConfig
+from ropesearch.model.install import installed
+from ropesearch.model.load import LoadedModel, load_model
+from ropesearch.rope.regime import Regime
+from ropesearch.run_folder import versions
+from ropesearch.score.config import ScoringConfig
+from ropesearch.score.gradient import GRADIENT_COST, window_gradient
+from ropesearch.score.objective import Objective
+from ropesearch.score.score import Score
+from ropesearch.score.scorer import forward_equivalent_tokens, score_windows
+from ropesearch.search.baselines import baseline_regimes, seed_regimes
+from ropesearch.search.config import OPTIMIZERS, BudgetConfig, OptimizerConfig, SelectionConfig, SpaceConfig
+from ropesearch.search.optimizers import make_sampler
+from ropesearch.search.ownership import claimed
+from ropesearch.search.spaces import make_space
+from ropesearch.search.study import open_study
+from ropesearch.search.trials import COST, METHOD, SECONDS, Step, recorded_regime
+from ropesearch.search.worker import run_search
+
+RESULTS = Path(__file__).parent / "results"
+DEFAULT = "gradient"
+REFERENCE = "evolution"
+SHORT, FULL = 400, 1344  # evaluations of the reference that the default is held against
+COMPARED = 200  # evaluations of the others
+# Costs, in evaluations, at which the best so far is scored on the held-out windows.
+MARKS = (4, 5, 7, 9, 11, 14, 16, 20, 24, 28, 34, 40, 50, 64, 80, 100, 140, 200, 280, 400, 560, 800, 1100, FULL + 8)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Case:
+    """A model and a target length; `num_seeds` searches of each optimizer."""
+
+    name: str
+    model: str
+    target_length: int
+    num_seeds: int
+    full: bool = True
+
+
+CASES = (
+    Case(name="ratio-4", model="demo", target_length=1024, num_seeds=2),
+    Case(name="ratio-8", model="demo", target_length=2048, num_seeds=5),
+    Case(name="second-ratio-8", model="second", target_length=1024, num_seeds=2, full=False),
+    Case(name="ratio-16", model="demo", target_length=4096, num_seeds=2),
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Run:
+    """One search: its optimizer and seed, and how many evaluations it may cost besides the four baselines."""
+
+    case: Case
+    optimizer: str
+    seed: int
+    num_evaluations: int
+
+    @property
+    def name(self) -> str:
+        return f"{self.case.name}-{self.optimizer}-{self.seed}"
+
+
+def all_runs() -> Iterator[Run]:
+    """The default and the reference of all cases first."""
+    for optimizers in ((DEFAULT, REFERENCE), [name for name in OPTIMIZERS if name not in (DEFAULT, REFERENCE)]):
+        for case in CASES:
+            for seed in range(case.num_seeds):
+                for optimizer in optimizers:
+                    num_evaluations = COMPARED
+                    if optimizer == REFERENCE:
+                        num_evaluations = FULL if seed == 0 and case.full else SHORT
+                    yield Run(case=case, optimizer=optimizer, seed=seed, num_evaluations=num_evaluations)
+
+
+class Bench:
+    """A case's model and windows, loaded when they are needed."""
+
+    def __init__(self, folder: Path, case: Case) -> None:
+        self.case = case
+        self.loaded: LoadedModel = load_model(ModelConfig(path=str(folder / "model")))
+        corpus = CorpusConfig(path=str(folder / "texts"))
+        self.windows: dict[str, Windows] = build_windows(corpus, self.loaded.tokenizer, case.target_length, 0, None)
+
+    def score(self, regime: Regime, split: str) -> Score:
+        """As a search scores."""
+        with installed(self.loaded, regime):
+            return score_windows(self.loaded, self.windows[split], ScoringConfig())
+
+    def step(self, regime: Regime, window: int) -> Step:
+        """As a search takes gradients."""
+        search = self.windows["search"]
+        weights = Objective().token_weights(search, window, None)
+        with installed(self.loaded, regime):
+            nats, gradient = window_gradient(self.loaded, search.token_ids[window], weights, regime.retained_tokens)
+        derivatives = (*gradient.log_factors.tolist(), gradient.log_attention_factor)
+        return Step(window=window, nats_per_token=nats, gradient=derivatives)
+
+    def search(self, out: Path, run: Run) -> dict[str, Any]:
+        """The finished run: its curve, as JSON values."""
+        geometry, target_length = self.loaded.geometry, self.case.target_length
+        baselines = baseline_regimes(geometry, target_length)
+        space = make_space(geometry, target_length, SpaceConfig())
+        windows = self.windows["search"]
+        config: OptimizerConfig = OPTIMIZERS[run.optimizer]()
+        sampler = make_sampler(space, config, run.seed, seed_regimes(baselines), len(baselines), windows.num_windows)
+        cost_tokens = forward_equivalent_tokens(windows)
+        fingerprints = {
+            "windows": {split: self.windows[split].fingerprint for split in self.windows},
+            "optimizer": {"name": run.optimizer, **plain(config)},
+            "seed": run.seed,
+        }
+        run_search(
+            out,
+            sampler,
+            self.score,
+            differentiate=self.step,
+            baselines=baselines,
+            cost_tokens=cost_tokens,
+            step_cost_tokens=GRADIENT_COST * target_length,
+            fingerprints=fingerprints,
+            budget=BudgetConfig(forward_equivalent_tokens=(run.num_evaluations + len(baselines)) * cost_tokens),
+            selection=SelectionConfig(num_finalists=1),
+        )
+        trials = open_study(out, fingerprints, sampler).study.get_trials(deepcopy=False)
+        curve: list[dict[str, float]] = []
+        spent_tokens, seconds, best, held_out = 0, 0.0, math.inf, math.nan
+        due, regime = 0, None
+        for trial in trials:
+            spent_tokens += trial.user_attrs.get(COST, 0)
+            seconds += trial.user_attrs.get(SECONDS, 0.0)
+            if trial.state is TrialState.COMPLETE and trial.values[0] < best:
+                best, regime, held_out = trial.values[0], recorded_regime(trial, target_length), math.nan
+            cost = spent_tokens / cost_tokens
+            last = trial is trials[-1]
+            if regime is not None and trial.number >= len(baselines) - 1 and (cost >= MARKS[due] or last):
+                due = next((index for index, mark in enumerate(MARKS) if mark > cost), len(MARKS) - 1)
+                if math.isnan(held_out):
+                    held_out = self.score(regime, "held_out").nats_per_token
+                curve.append({"evaluations": cost, "seconds": seconds, "search": best, "held_out": held_out})
+        course, spent_tokens, best = [], 0, math.inf
+        for trial in trials:
+            spent_tokens += trial.user_attrs.get(COST, 0)
+            if trial.state is TrialState.COMPLETE and trial.values[0] < best:
+                best = trial.values[0]
+                course.append([spent_tokens / cost_tokens, best])
+        baseline_nats = {
+            trial.user_attrs[METHOD]: trial.values[0] for trial in trials[: len(baselines)] if trial.values
+        }
+        return {
+            "run": run.name,
+            "case": run.case.name,
+            "optimizer": run.optimizer,
+            "seed": run.seed,
+            "threads": torch.get_num_threads(),
+            "versions": versions(),
+            "baselines": baseline_nats,
+            "curve": curve,
+            "course": course,
+        }
+
+
+def cost_to_reach(course: Sequence[Sequence[float]], nats: float) -> float:
+    """Evaluations after which the best is no worse than `nats`; infinity where it never is."""
+    return next((cost for cost, best in course if best <= nats), math.inf)
+
+
+def after(course: Sequence[Sequence[float]], evaluations: float) -> float:
+    """The best after so many evaluations."""
+    return min((best for cost, best in course if cost <= evaluations), default=math.inf)
+
+
+def comparisons(results: Mapping[str, dict[str, Any]]) -> list[dict[str, Any]]:
+    """For every case and seed: what the reference has after SHORT and FULL, and what that costs the others."""
+    found = []
+    for reference in (result for result in results.values() if result["optimizer"] == REFERENCE):
+        num_baselines = len(reference["baselines"])
+        for evaluations in (SHORT, FULL):
+            if reference["course"] and reference["curve"][-1]["evaluations"] < evaluations - 8:
+                continue
+            nats = after(reference["course"], evaluations + num_baselines)
+            costs = {
+                result["optimizer"]: cost_to_reach(result["course"], nats)
+                for result in results.values()
+                if (result["case"], result["seed"]) == (reference["case"], reference["seed"])
+                and result["optimizer"] != REFERENCE
+            }
+            found.append(
+                {
+                    "case": reference["case"],
+                    "seed": reference["seed"],
+                    "evaluations": evaluations,
+                    "nats": nats,
+                    "costs": {name: None if math.isinf(cost) else cost for name, cost in costs.items()},
+                }
+            )
+    return found
+
+
+def table(results: Mapping[str, dict[str, Any]]) -> str:
+    """The figures as markdown."""
+    lines = [
+        "| case | seed | evolution's evaluations | its perplexity | reached by the default after | that is |",
+        "|---|---:|---:|---:|---:|---:|",
+    ]
+    for row in comparisons(results):
+        cost = row["costs"].get(DEFAULT)
+        reached = "not within its run" if cost is None else f"{cost:.1f}"
+        share = "" if cost is None else f"1 / {row['evaluations'] / cost:.0f}"
+        cells = (row["case"], row["seed"], row["evaluations"], f"{math.exp(row['nats']):.3f}", reached, share)
+        lines.append(f"| {' | '.join(map(str, cells))} |")
+    lines += ["", "Perplexity on search / held-out windows after so many evaluations, median over seeds:", ""]
+    marks = (5, 9, 14, 20, 40, 100, 200, SHORT, FULL)
+    lines += [f"| case | optimizer | {' | '.join(map(str, marks))} |", "|---|---|" + "---:|" * len(marks)]
+    groups: dict[tuple[str, str], list[dict[str, Any]]] = {}
+    for result in results.values():
+        groups.setdefault((result["case"], result["optimizer"]), []).append(result)
+    for (case, optimizer), group in groups.items():
+        cells = []
+        for mark in marks:
+            points = [
+                [point for point in result["curve"] if point["evaluations"] <= mark + 4]
+                for result in group
+                if result["curve"][-1]["evaluations"] >= mark - 8
+            ]
+            last = [each[-1] for each in points if each]
+            pairs = (statistics.median(math.exp(point[split]) for point in last) for split in ("search", "held_out"))
+            cells.append(" / ".join(f"{value:.2f}" for value in pairs) if last else "")
+        lines.append(f"| {case} | {optimizer} ({len(group)}) | {' | '.join(cells)} |")
+    return "\n".join(lines) + "\n"
+
+
+def plot(path: Path, results: Mapping[str, dict[str, Any]]) -> None:
+    """Held-out and search perplexity against cost, a row for each case."""
+    from matplotlib.figure import Figure
+
+    cases = list(dict.fromkeys(result["case"] for result in results.values()))
+    figure = Figure(figsize=(11, 3.2 * len(cases)), layout="constrained")
+    axes = figure.subplots(len(cases), 2, squeeze=False)
+    colours = {name: f"C{index}" for index, name in enumerate(OPTIMIZERS)}
+    for row, case in zip(axes, cases, strict=True):
+        for axis, split in zip(row, ("search", "held_out"), strict=True):
+            seen = set()
+            for result in results.values():
+                if result["case"] != case:
+                    continue
+                name = result["optimizer"]
+                axis.step(
+                    [point["evaluations"] for point in result["curve"]],
+                    [math.exp(point[split]) for point in result["curve"]],
+                    where="post",
+                    color=colours[name],
+                    linewidth=1,
+                    label=None if name in seen else name,
+                )
+                seen.add(name)
+            axis.set_xscale("log")
+            axis.set_title(f"{case}, {split.replace('_', '-')} windows", fontsize=9)
+            axis.set_xlabel("evaluations")
+            axis.set_ylabel("perplexity")
+        row[0].legend(fontsize=7)
+    figure.savefig(path, dpi=110)
+
+
+def main() -> int:
+    """The command."""
+    parser = argparse.ArgumentParser(description="What a search costs, for every optimizer.")
+    parser.add_argument("out", type=Path, nargs="?", default=Path("runs/search_cost"), metavar="OUT")
+    parser.add_argument("--only", default="", metavar="TEXT", help="the runs whose name holds TEXT")
+    parser.add_argument("--second-model", type=Path, metavar="FOLDER", help="of benchmarks/second_model.py")
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    try:
+        write_demo(options.out / "demo")
+        folders = {"demo": options.out / "demo", "second": options.second_model}
+        asked = [run for run in all_runs() if options.only in run.name and folders[run.case.model] is not None]
+        benches: dict[str, Bench] = {}
+        for run in asked:
+            kept = options.out / f"{run.name}.json"
+            with claimed(options.out / f"{run.name}.lock") as mine:
+                if not mine or kept.exists():
+                    continue
+                if run.case.name not in benches:
+                    benches = {run.case.name: Bench(folders[run.case.model], run.case)}
+                write_json(kept, benches[run.case.name].search(options.out / run.name, run))
+                print(f"{run.name} is done", flush=True)
+        kept = {run.name: options.out / f"{run.name}.json" for run in all_runs()}
+        results = {name: json.loads(path.read_bytes()) for name, path in kept.items() if path.exists()}
+    except RopesearchError as error:
+        print(f"search_cost: {error}", file=sys.stderr)
+        return error.exit_code
+    write_json(RESULTS / "search_cost.json", {"comparisons": comparisons(results), "results": results})
+    write_bytes(RESULTS / "search_cost.md", table(results).encode())
+    plot(RESULTS / "search_cost.png", results)
+    print(table(results), end="")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
