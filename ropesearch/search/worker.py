@@ -45,6 +45,7 @@ from ropesearch.search.trials import (
     ranked,
     recorded_regime,
     recorded_score,
+    recorded_steps,
     regime_json,
     step_key,
     violation,
@@ -285,7 +286,7 @@ class _Worker:
         recorded = trial.user_attrs
         if SCORE not in recorded and FAILURE not in recorded:
             twin = self._twin(trial.number, recorded[REGIME])
-            with_outcome = self._scored(trial) if twin is None else _reused(twin, trial)
+            with_outcome = self._scored(trial) if twin is None else self._reused(twin, trial)
             with self.opened.journal.together():
                 for key, value in with_outcome.items():
                     trial.set_user_attr(key, value)
@@ -307,17 +308,15 @@ class _Worker:
         the reason why none does.
         """
         while (asked := self.sampler.next_step(self.trials(), trial.number)) is not None:
-            recorded = trial.user_attrs
             started = time.perf_counter()
             try:
                 if self.differentiate is None:
                     raise ScoringError("no gradients are given to this search")
                 step = self.differentiate(asked.regime, asked.window)
-                outcome: dict[str, Any] = {step_key(asked.place): step.to_json()}
+                found: dict[str, Any] = {step_key(asked.place): step.to_json()}
             except ScoringError as error:
-                outcome = {FAILURE: str(error)}
-            outcome[SECONDS] = recorded.get(SECONDS, 0.0) + time.perf_counter() - started
-            outcome[COST] = recorded.get(COST, 0) + self.step_cost_tokens
+                found = {FAILURE: str(error)}
+            outcome = {**self._spent(trial, started), COST: (asked.place + 1) * self.step_cost_tokens, **found}
             with self.opened.journal.together():
                 for key, value in outcome.items():
                     trial.set_user_attr(key, value)
@@ -336,9 +335,19 @@ class _Worker:
             outcome: dict[str, Any] = {SCORE: self.evaluate(regime, SEARCH).to_json()}
         except ScoringError as error:
             outcome = {FAILURE: str(error)}
-        recorded = trial.user_attrs  # with what gradient steps have cost
-        seconds = recorded.get(SECONDS, 0.0) + time.perf_counter() - started
-        return {SECONDS: seconds, COST: recorded.get(COST, 0) + self.cost_tokens, **outcome}
+        return {**self._spent(trial, started), COST: self._step_costs(trial) + self.cost_tokens, **outcome}
+
+    def _spent(self, trial: Trial, started: float) -> dict[str, float]:
+        return {SECONDS: trial.user_attrs.get(SECONDS, 0.0) + time.perf_counter() - started}
+
+    def _step_costs(self, trial: Trial) -> int:
+        # Reckoned, not added up: a kill may leave what was spent written, and what came of it not.
+        return len(recorded_steps(trial)) * self.step_cost_tokens
+
+    def _reused(self, twin: FrozenTrial, trial: Trial) -> dict[str, Any]:
+        seconds = trial.user_attrs.get(SECONDS, 0.0)
+        cost_tokens = self._step_costs(trial)
+        return {REUSED_FROM: twin.number, SECONDS: seconds, COST: cost_tokens, SCORE: twin.user_attrs[SCORE]}
 
     def _twin(self, number: int, regime: Mapping[str, Any]) -> FrozenTrial | None:
         """A scored trial of exactly the same regime, waited for while an earlier one is still being scored.
@@ -410,9 +419,3 @@ class _Worker:
                 spent_fraction=self.limits.spent_fraction(trials) if fraction is None else fraction,
             )
         )
-
-
-def _reused(twin: FrozenTrial, trial: Trial) -> dict[str, Any]:
-    recorded = trial.user_attrs  # with what gradient steps have cost
-    seconds, cost_tokens = recorded.get(SECONDS, 0.0), recorded.get(COST, 0)
-    return {REUSED_FROM: twin.number, SECONDS: seconds, COST: cost_tokens, SCORE: twin.user_attrs[SCORE]}

@@ -17,7 +17,7 @@ from ropesearch.model.config import Attention, DType, ModelConfig
 from ropesearch.model.install import installed
 from ropesearch.model.load import LoadedModel
 from ropesearch.rope.regime import Regime
-from ropesearch.score import scorer
+from ropesearch.score import forward, scorer
 from ropesearch.score.config import ScoringConfig
 from ropesearch.score.scorer import (
     block_edges,
@@ -196,11 +196,11 @@ def test_logits_stay_within_the_budget(toy_loaded: LoadedModel, spy: Spy, monkey
     windows = random_windows(num_windows=1)
     whole = score_windows(toy_loaded, windows, ScoringConfig())
     spy.head_rows.clear()
-    monkeypatch.setattr(scorer, "_LOGITS_BYTES_CPU", 4 * toys.VOCABULARY_TOKENS * 20 + 3)
+    monkeypatch.setattr(forward, "_LOGITS_BYTES_CPU", 4 * toys.VOCABULARY_TOKENS * 20 + 3)
     pieces = score_windows(toy_loaded, windows, ScoringConfig())
     assert spy.head_rows == [20, 20, 20, 20, 15]
     np.testing.assert_allclose(pieces.nats, whole.nats, rtol=1e-6)
-    monkeypatch.setattr(scorer, "_LOGITS_BYTES_CPU", 1)
+    monkeypatch.setattr(forward, "_LOGITS_BYTES_CPU", 1)
     spy.head_rows.clear()
     score_windows(toy_loaded, windows, ScoringConfig())
     assert spy.head_rows == [1] * 95
@@ -261,7 +261,7 @@ def test_a_real_allocation_that_fails_is_recognised(toy_loaded: LoadedModel, mon
     def allocate(model: Any, token_ids: Any, cache: Any) -> torch.Tensor:
         return torch.empty(1 << 55)
 
-    monkeypatch.setattr(scorer, "_hidden_states", allocate)
+    monkeypatch.setattr(scorer, "hidden_states_of", allocate)
     with pytest.raises(ScoringError, match=r"out of memory with chunks of 96 tokens: .*memory"):
         score_windows(toy_loaded, random_windows(), ScoringConfig())
 
@@ -281,14 +281,14 @@ def test_nats_that_are_not_finite_are_a_scoring_error(
     token_ids[token_ids == 77] = 78
     token_ids[1, 50] = 77
     windows = Windows("search", LENGTH, token_ids, windows.documents, True)
-    hidden_states = scorer._hidden_states
+    hidden_states = scorer.hidden_states_of
 
     def spoiled(model: Any, ids: torch.Tensor, cache: Any) -> torch.Tensor:
         states = hidden_states(model, ids, cache).clone()
         states[ids == 77] = value
         return states
 
-    monkeypatch.setattr(scorer, "_hidden_states", spoiled)
+    monkeypatch.setattr(scorer, "hidden_states_of", spoiled)
     message = r"window 1 \(document 'document 1'\): .* block 4 on \(tokens 48 to 59; 1 of 95 .* the first at 51: "
     with pytest.raises(ScoringError, match=message):
         score_windows(toy_loaded, windows, ScoringConfig(chunk_tokens=chunk_tokens))
@@ -409,8 +409,8 @@ def test_capped_logits_are_followed(toy_loaded: LoadedModel) -> None:
 
 
 def test_a_model_whose_cache_does_not_work_is_refused(toy_loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> None:
-    hidden_states = scorer._hidden_states
-    monkeypatch.setattr(scorer, "_hidden_states", lambda model, ids, cache: hidden_states(model, ids, None))
+    hidden_states = scorer.hidden_states_of
+    monkeypatch.setattr(scorer, "hidden_states_of", lambda model, ids, cache: hidden_states(model, ids, None))
     with pytest.raises(InputError, match=r"LlamaForCausalLM .* in two chunks"):
         prove_scorer(toy_loaded)
 
@@ -481,13 +481,13 @@ def test_what_follows_the_last_scored_token_costs_nothing(
     toy_loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seen: list[int] = []
-    hidden_states = scorer._hidden_states
+    hidden_states = scorer.hidden_states_of
 
     def counted(model: Any, token_ids: Any, cache: Any) -> Any:
         seen.append(len(token_ids))
         return hidden_states(model, token_ids, cache)
 
-    monkeypatch.setattr(scorer, "_hidden_states", counted)
+    monkeypatch.setattr(scorer, "hidden_states_of", counted)
     windows = needles()
     score_windows(toy_loaded, windows, ScoringConfig(), spans=[(0, 20), (0, 50)])
     assert seen == [LENGTH, 50, LENGTH, LENGTH]
