@@ -80,6 +80,8 @@ ALL_KEYS = {
         "optimizer.num_candidates",  # cmaes
         "optimizer.num_population",
         "optimizer.initial_sigma",
+        "optimizer.num_candidates",  # blockwise
+        "optimizer.num_increments",
         *OBJECTIVE_KEYS,
         "selection.num_finalists",
         "budget.num_trials",
@@ -415,7 +417,7 @@ def test_presets_are_the_files_of_conf() -> None:
         "model": ["causal_lm"],
         "corpus": ["documents"],
         "space": ["longrope", "longrope2", "piecewise"],
-        "optimizer": ["cmaes", "evolution", "random", "tpe"],
+        "optimizer": ["blockwise", "cmaes", "evolution", "random", "tpe"],
         "objective": ["guarded", "last_tokens", "perplexity"],
         "storage": ["journal"],
     }

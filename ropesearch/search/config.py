@@ -96,11 +96,22 @@ class CMAESConfig(OptimizerConfig):
     )
 
 
+@dataclass(kw_only=True)
+class BlockwiseConfig(OptimizerConfig):
+    """The block-wise incremental search of DCIS, begun at the best seed."""
+
+    num_candidates: int = setting(1344, "candidates after which the search ends, the seeds included")
+    num_increments: int = setting(
+        6, "candidates for each block of pairs: increments on its factors, over a range (DCIS's released code: 10)"
+    )
+
+
 OPTIMIZERS: dict[str, type[OptimizerConfig]] = {
     "evolution": EvolutionConfig,
     "random": RandomConfig,
     "tpe": TPEConfig,
     "cmaes": CMAESConfig,
+    "blockwise": BlockwiseConfig,
 }
 
 

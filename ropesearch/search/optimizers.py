@@ -4,8 +4,16 @@ from collections.abc import Sequence
 
 from ropesearch.errors import InputError
 from ropesearch.rope.regime import Regime
+from ropesearch.search.blockwise import BlockwiseSampler
 from ropesearch.search.cmaes import CMAESSampler
-from ropesearch.search.config import CMAESConfig, EvolutionConfig, OptimizerConfig, RandomConfig, TPEConfig
+from ropesearch.search.config import (
+    BlockwiseConfig,
+    CMAESConfig,
+    EvolutionConfig,
+    OptimizerConfig,
+    RandomConfig,
+    TPEConfig,
+)
 from ropesearch.search.evolution import EvolutionSampler
 from ropesearch.search.random_search import RandomSampler
 from ropesearch.search.sampler import CandidateSampler
@@ -29,4 +37,6 @@ def make_sampler(
             return TPESampler(space, config, seed, seeds, num_baselines)
         case CMAESConfig():
             return CMAESSampler(space, config, seed, seeds, num_baselines)
+        case BlockwiseConfig():
+            return BlockwiseSampler(space, config, seed, seeds, num_baselines)
     raise InputError(f"optimizer: expected the config of a known sampler, got {type(config).__name__}")
