@@ -85,6 +85,8 @@ ALL_KEYS = {
         "optimizer.initial_sigma",
         "optimizer.num_candidates",  # gradient
         "optimizer.num_starts",
+        "optimizer.num_candidates",  # blockwise
+        "optimizer.num_increments",
         *OBJECTIVE_KEYS,
         "selection.num_finalists",
         "budget.num_trials",
@@ -420,7 +422,7 @@ def test_presets_are_the_files_of_conf() -> None:
         "model": ["causal_lm"],
         "corpus": ["documents"],
         "space": ["longrope", "longrope2", "piecewise"],
-        "optimizer": ["auto", "cmaes", "evolution", "gradient", "random", "tpe"],
+        "optimizer": ["auto", "blockwise", "cmaes", "evolution", "gradient", "random", "tpe"],
         "objective": ["guarded", "last_tokens", "needle", "perplexity"],
         "storage": ["journal"],
     }

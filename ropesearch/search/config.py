@@ -237,12 +237,28 @@ class GradientConfig(OptimizerConfig):
             _check_at_least(name, getattr(self, name), 1)
 
 
+@dataclass(kw_only=True)
+class BlockwiseConfig(OptimizerConfig):
+    """The block-wise incremental search of DCIS, begun at the best seed."""
+
+    num_candidates: int = setting(1344, "candidates after which the search ends, the seeds included")
+    num_increments: int = setting(
+        6, "candidates for each block of pairs: increments on its factors, over a range (DCIS's released code: 10)"
+    )
+
+    def check(self) -> None:
+        """Raise InputError for a value out of range."""
+        _check_at_least("num_candidates", self.num_candidates, 1)
+        _check_at_least("num_increments", self.num_increments, 2)
+
+
 OPTIMIZERS: dict[str, type[OptimizerConfig]] = {
     "evolution": EvolutionConfig,
     "random": RandomConfig,
     "tpe": TPEConfig,
     "cmaes": CMAESConfig,
     "gradient": GradientConfig,
+    "blockwise": BlockwiseConfig,
 }
 
 

@@ -80,6 +80,11 @@ class LongRoPE2Space(Space):
         """The pairs from the critical pair on."""
         return slice(self.critical_pair(candidate), self.num_pairs)
 
+    @property
+    def least_moving_pairs(self) -> int:
+        """The number of pairs from the last critical pair on."""
+        return self.num_pairs - self.low.most
+
     def critical_pair(self, candidate: Candidate) -> int:
         """The first pair with a step."""
         return candidate.factor_steps.count(_FOLLOWS)

@@ -63,12 +63,16 @@ class MonotoneSpace(Space):
     @property
     def num_sequences(self) -> int:
         """Multisets of as many grid values as there are free pairs."""
-        num_free = len(range(self.num_pairs)[self.free_pairs])
-        return math.comb(num_free + self.max_factor_steps, num_free)
+        return math.comb(self.least_moving_pairs + self.max_factor_steps, self.least_moving_pairs)
 
     def moving_pairs(self, candidate: Candidate) -> slice:
         """All free pairs."""
         return self.free_pairs
+
+    @property
+    def least_moving_pairs(self) -> int:
+        """The number of free pairs."""
+        return len(range(self.num_pairs)[self.free_pairs])
 
     def curve(self, candidate: Candidate) -> NDArray[np.float64]:
         """The grid's values at the candidate's steps."""

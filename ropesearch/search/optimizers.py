@@ -4,8 +4,10 @@ from collections.abc import Sequence
 
 from ropesearch.errors import InputError
 from ropesearch.rope.regime import Regime
+from ropesearch.search.blockwise import BlockwiseSampler
 from ropesearch.search.cmaes import CMAESSampler
 from ropesearch.search.config import (
+    BlockwiseConfig,
     CMAESConfig,
     EvolutionConfig,
     GradientConfig,
@@ -40,4 +42,6 @@ def make_sampler(
             return CMAESSampler(space, config, seed, seeds, num_baselines)
         case GradientConfig():
             return GradientSampler(space, config, seed, seeds, num_baselines, num_windows)
+        case BlockwiseConfig():
+            return BlockwiseSampler(space, config, seed, seeds, num_baselines)
     raise InputError(f"optimizer: expected the config of a known sampler, got {type(config).__name__}")

@@ -116,6 +116,11 @@ class Space(ABC):
     def moving_pairs(self, candidate: Candidate) -> slice:
         """The pairs of `candidate` whose steps may change while it keeps its numbers of held pairs."""
 
+    @property
+    @abstractmethod
+    def least_moving_pairs(self) -> int:
+        """The least number of `moving_pairs` that a candidate has."""
+
     @abstractmethod
     def curve(self, candidate: Candidate) -> NDArray[np.float64]:
         """The factors of all pairs, exactly as they are scored, float64, shape (num_pairs,)."""

@@ -18,6 +18,7 @@ from ropesearch.rope.regime import Regime
 from ropesearch.search.baselines import baseline_regimes
 from ropesearch.search.config import (
     OPTIMIZERS,
+    BlockwiseConfig,
     CMAESConfig,
     EvolutionConfig,
     OptimizerConfig,
@@ -49,6 +50,7 @@ CONFIGS: dict[str, OptimizerConfig] = {
     "random": RandomConfig(),
     "tpe": TPEConfig(num_startup=6),
     "cmaes": CMAESConfig(num_population=5),
+    "blockwise": BlockwiseConfig(num_increments=4),
 }
 each_sampler = pytest.mark.parametrize("name", CONFIGS)
 each_space = pytest.mark.parametrize("space_name", SPACES)
@@ -248,7 +250,9 @@ def test_it_is_an_optuna_sampler(name: str) -> None:
 
 
 @each_sampler
-@pytest.mark.parametrize("key", ["num_candidates", "num_population", "num_startup", "num_draws", "num_generations"])
+@pytest.mark.parametrize(
+    "key", ["num_candidates", "num_population", "num_startup", "num_draws", "num_generations", "num_increments"]
+)
 def test_counts_out_of_range_are_refused(name: str, key: str) -> None:
     if not hasattr(CONFIGS[name], key):
         return
@@ -285,6 +289,7 @@ def best_of(name: str, space_name: str, num_trials: int) -> list[float]:
         ("evolution", "longrope", 120),
         ("tpe", "longrope", 60),
         ("cmaes", "longrope", 110),
+        ("blockwise", "longrope", 110),
         ("evolution", "longrope2", 100),
         pytest.param("evolution", "piecewise", 200, marks=pytest.mark.slow),
         pytest.param("tpe", "piecewise", 160, marks=pytest.mark.slow),
@@ -303,7 +308,7 @@ def test_a_step_that_is_no_number_is_refused() -> None:
             make_sampler(space, CMAESConfig(initial_sigma=sigma), 0, [], 0)
 
 
-@pytest.mark.parametrize("name", ["evolution", "tpe", "cmaes"])
+@pytest.mark.parametrize("name", ["evolution", "tpe", "cmaes", "blockwise"])
 def test_what_breaks_the_guard_ranks_last(name: str) -> None:
     """Two studies that differ in nothing but this: in one the better half of the candidates is not allowed."""
     sampler = sampler_of(name, "longrope")
