@@ -44,6 +44,7 @@ OBJECTIVE_KEYS = [
     "objective.num_needle_windows",
     "objective.needle_depths",
     "objective.max_short_perplexity_increase",
+    "objective.two_objectives",
 ]
 ALL_KEYS = {
     "search": [
@@ -410,7 +411,7 @@ def test_presets_are_the_files_of_conf() -> None:
         "corpus": ["documents"],
         "space": ["longrope", "piecewise"],
         "optimizer": ["cmaes", "evolution", "random", "tpe"],
-        "objective": ["guarded", "last_tokens", "needle", "perplexity"],
+        "objective": ["guarded", "last_tokens", "needle", "perplexity", "two_objectives"],
         "storage": ["journal"],
     }
 

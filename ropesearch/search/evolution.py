@@ -1,7 +1,7 @@
 """LongRoPE's evolution."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import ClassVar
 
 import numpy as np
@@ -9,8 +9,9 @@ import numpy as np
 from ropesearch.errors import InputError
 from ropesearch.rope.regime import Regime
 from ropesearch.search.config import EvolutionConfig
+from ropesearch.search.front import crowded_order
 from ropesearch.search.operators import cross, mutate
-from ropesearch.search.sampler import CandidateSampler, Past, check_at_least
+from ropesearch.search.sampler import CandidateSampler, Past, Scored, check_at_least
 from ropesearch.search.space import Candidate, Space
 
 _NUM_TRIES = 8
@@ -30,6 +31,9 @@ class EvolutionSampler(CandidateSampler):
     With one worker it is generational: parents come from the trials numbered before the generation. While a trial with
     a lower number is still running, as with several workers, parents come from everything that is finished, and nothing
     ever waits. Failed trials have no children.
+
+    Of a study with two objectives the num_parents best are those of NSGA-II (see front.py), and parents are drawn as
+    there, by binary tournament, so that the children spread along the front.
 
     Raises InputError when the configuration cannot be run.
     """
@@ -60,6 +64,9 @@ class EvolutionSampler(CandidateSampler):
         else:
             first = self._num_baselines + index - place
             parents = [entry for entry in past.scored if past.waiting or entry.number < first]
+        draw_rank = _rank
+        if parents and len(parents[0].values) > 1:
+            parents, draw_rank = _crowded(parents), _tournament
         ranked = [entry.candidate for entry in parents[: self.config.num_parents]] or self.seeds
         if not ranked:
             ranked = [self.space.decode(np.ones(self.space.num_dimensions))]
@@ -67,10 +74,10 @@ class EvolutionSampler(CandidateSampler):
         for attempt in range(_NUM_TRIES):
             probability = min(1.0, self.config.mutation_probability * 2 ** (attempt / 4))
             if crosses and attempt < _NUM_TRIES // 2:
-                better, worse = _two_ranks(len(ranked), rng)
+                better, worse = _two_ranks(len(ranked), rng, draw_rank)
                 candidate = cross(self.space, ranked[better], ranked[worse], probability, rng)
             else:
-                parent = ranked[_rank(len(ranked), rng)]
+                parent = ranked[draw_rank(len(ranked), rng)]
                 candidate = mutate(self.space, parent, probability, 1 + attempt // 2, rng)
             if candidate not in past.known:
                 break
@@ -82,9 +89,23 @@ def _rank(num_parents: int, rng: np.random.Generator) -> int:
     return int(num_parents * rng.random() ** 3)
 
 
-def _two_ranks(num_parents: int, rng: np.random.Generator) -> tuple[int, int]:
+def _tournament(num_parents: int, rng: np.random.Generator) -> int:
+    """The better of two ranks drawn alike."""
+    return int(rng.integers(num_parents, size=2).min())
+
+
+def _crowded(parents: Sequence[Scored]) -> list[Scored]:
+    """Parents in the order of NSGA-II, equal ones by number."""
+    entries = sorted(parents, key=lambda entry: entry.number)
+    values = np.array([entry.values for entry in entries])
+    return [entries[index] for index in crowded_order(values, np.array([entry.rank[0] for entry in entries]))]
+
+
+def _two_ranks(
+    num_parents: int, rng: np.random.Generator, draw_rank: Callable[[int, np.random.Generator], int]
+) -> tuple[int, int]:
     """Two different ranks, the better one first."""
-    first = _rank(num_parents, rng)
+    first = draw_rank(num_parents, rng)
     second = int(rng.integers(num_parents - 1))
     second += second >= first
     return min(first, second), max(first, second)
