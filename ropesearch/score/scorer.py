@@ -1,8 +1,8 @@
 """Nats and tokens of windows under the table that is installed right now, in bounded memory.
 
 One window a forward pass, so no window's score depends on another. The hidden states come from the base model; the
-output head runs over pieces of them whose logits stay within a fixed number of bytes, so no array of tokens x
-vocabulary ever exists. With chunks, a window goes through the model piece by piece with a key-value cache, and only the
+output head runs over pieces of them, of a fixed number of bytes or few tokens, so no array of tokens x vocabulary ever
+exists. With chunks, a window goes through the model piece by piece with a key-value cache, and only the
 hidden states of the piece under way exist. What is computed equals transformers' ForCausalLMLoss (loss/loss_utils.py).
 """
 
@@ -27,8 +27,11 @@ if TYPE_CHECKING:
     from ropesearch.data.windows import Windows
     from ropesearch.model.load import LoadedModel
 
-# float32 logits that exist at once. Small pieces stay in a processor's caches; an accelerator wants longer ones.
+# Logits that exist at once, as float32. A processor wants at least so many rows in one product, or it reads the head's
+# weights too often; the loss of a few at a time then stays in its caches. An accelerator wants long pieces of both.
 _LOGITS_BYTES_CPU = 16 << 20
+_LEAST_ROWS_CPU = 256
+_LOSS_BYTES_CPU = 4 << 20
 _LOGITS_BYTES_ACCELERATOR = 256 << 20
 # Where memory runs out, chunks are halved down to this.
 _SMALLEST_CHUNK_TOKENS = 256
@@ -246,14 +249,23 @@ def _hidden_states(model: Any, token_ids: torch.Tensor, cache: Any) -> torch.Ten
 
 def _head_nats(model: Any, hidden_states: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
     """Nats of `targets` (num_tokens,) given `hidden_states` (num_tokens, hidden): float32, shape (num_tokens,)."""
-    budget_bytes = _LOGITS_BYTES_CPU if hidden_states.device.type == "cpu" else _LOGITS_BYTES_ACCELERATOR
-    num_rows = max(1, budget_bytes // (4 * _vocabulary_tokens(model)))
-    pieces = []
+    row_bytes = 4 * _vocabulary_tokens(model)
+    if hidden_states.device.type == "cpu":
+        num_rows = max(_LEAST_ROWS_CPU, _LOGITS_BYTES_CPU // row_bytes)
+        num_loss_rows = max(1, _LOSS_BYTES_CPU // row_bytes)
+    else:
+        num_rows = num_loss_rows = max(1, _LOGITS_BYTES_ACCELERATOR // row_bytes)
+    # Made at once: small results between the large pieces would keep the heap from shrinking.
+    nats = torch.empty(len(targets), dtype=torch.float32, device=hidden_states.device)
     for start in range(0, len(targets), num_rows):
-        logits = _logits(model, hidden_states[start : start + num_rows]).float()
-        pieces.append(cross_entropy(logits, targets[start : start + num_rows].to(logits.device), reduction="none"))
+        logits = _logits(model, hidden_states[start : start + num_rows])
+        wanted = targets[start : start + num_rows].to(logits.device)
+        for first in range(0, len(logits), num_loss_rows):
+            rows = slice(first, first + num_loss_rows)
+            loss = cross_entropy(logits[rows].float(), wanted[rows], reduction="none")
+            nats[start + first : start + first + len(loss)] = loss
         del logits  # before the next piece's are made
-    return torch.cat(pieces)
+    return nats
 
 
 def _logits(model: Any, hidden_states: torch.Tensor) -> torch.Tensor:
