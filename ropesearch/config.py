@@ -23,6 +23,7 @@ from ropesearch.score.config import ScoringConfig
 from ropesearch.search.config import (
     OPTIMIZERS,
     BudgetConfig,
+    EvolutionConfig,
     GradientConfig,
     OptimizerConfig,
     SelectionConfig,
@@ -71,6 +72,11 @@ class SearchJob(JobConfig):
         self.objective.check_search(self.target_length)
         self.space.check(self.target_length)
         self.optimizer.check()
+        if self.objective.two_objectives and not isinstance(self.optimizer, EvolutionConfig):
+            raise InputError(
+                f"optimizer: expected evolution, which can spread along the front of two objectives, got "
+                f"{plain(self)['optimizer']['name']}; give optimizer=evolution, or leave objective.two_objectives out"
+            )
         self.selection.check()
         self.budget.check()
         self.corpus.check()

@@ -57,7 +57,7 @@ from ropesearch.search.spaces import make_space
 from ropesearch.search.study import open_study
 from ropesearch.search.trials import Step, regime_json
 from ropesearch.search.worker import SearchEvent, SearchResult, run_search
-from ropesearch.track.plots import plot_course, plot_factors
+from ropesearch.track.plots import plot_course, plot_factors, plot_front
 from ropesearch.track.progress import ProgressDisplay
 
 _log = logging.getLogger(__name__)
@@ -141,7 +141,8 @@ def search(job: SearchJob) -> SearchOutcome:
         )
         if run.is_new:
             scorer.prove([*windows.values(), *needles.values()])
-        open_study(run.path, fingerprints, sampler)  # another search in this folder keeps its description
+        # Another search in this folder keeps its description.
+        open_study(run.path, fingerprints, sampler, objective.num_values)
         run.describe(plain(job))
 
         def on_event(event: SearchEvent) -> None:
@@ -200,8 +201,14 @@ def search(job: SearchJob) -> SearchOutcome:
             versions=versions(),
         )
         plot_factors(run.path / "factors.png", geometry, job.target_length, at_target)
-        baseline_nats = {name: score.nats_per_token for name, score in result.search_scores.items() if name != SEARCHED}
+        baseline_nats = {
+            name: objective.value(score) for name, score in result.search_scores.items() if name != SEARCHED
+        }
         plot_course(run.path / "course.png", result.course, baseline_nats)
+        if result.points:
+            front = {"chosen": result.trial_number, "num_scored": len(result.points), "objective": objective.to_json()}
+            write_json(run.path / "front.json", {**front, "front": _front_json(result, with_regimes=True)})
+            plot_front(run.path / "front.png", geometry.original_length, result.points, result.trial_number)
         checkpoint = run.path / "checkpoint"
         with exclusive(run.path):  # another worker of this run may be at the same point
             rope_config = _written(run.path, checkpoint, source, rope_config, job.weights)
@@ -459,7 +466,23 @@ def _search_record(
             for name, score in result.search_scores.items()
         },
         "selection_scores": selection,
+        **({"front": _front_json(result, with_regimes=False)} if result.points else {}),
     }
+
+
+def _front_json(result: SearchResult, *, with_regimes: bool) -> list[dict[str, Any]]:
+    """The front of a search with two objectives on the search windows: its members, by first objective."""
+    return [
+        {
+            "trial_number": point.trial_number,
+            "method": point.method,
+            "long_nats_per_token": point.long_nats_per_token,
+            "short_nats_per_token": point.short_nats_per_token,
+            "short_excess_nats": point.excess_nats,
+            **(regime_json(point.regime) if with_regimes else {}),
+        }
+        for point in result.front
+    ]
 
 
 def _best_so_far(event: SearchEvent) -> str:

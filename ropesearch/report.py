@@ -13,7 +13,10 @@ from ropesearch.evaluate.interval import paired_interval
 from ropesearch.evaluate.needle import NeedleEvaluation
 from ropesearch.evaluate.perplexity import Evaluation
 from ropesearch.evaluate.table import aligned, of_last, perplexity_text, render_table
+from ropesearch.score.objective import Objective
 from ropesearch.search.worker import SearchResult
+
+_NUM_FRONT_LINES = 6
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,11 +94,12 @@ class SearchOutcome:
             f"price on short inputs: {price}",
             *(f"not scored: {failure}" for failure in self.failures),
         ]
-        if result.objective.parts or result.objective.needle_weight:
+        if result.objective != Objective():
             parts.append(f"objective: {result.objective.to_text()} (columns search and selection: its exponential)")
         excess = result.finalists[0].excess_nats
         if excess is not None:
             parts.append(_guard_text(result, excess))
+        parts += _front_lines(result)
         if result.method != "searched":
             beat = f"no candidate {_better_than(excess)} {result.method}"
             parts.append(f"{beat} on the selection windows, so rope_config.json holds that")
@@ -203,6 +207,26 @@ def _guard_text(result: SearchResult, excess: float) -> str:
         f"guard: {kept} on the search windows; on the selection windows {result.method}, at {increase}, {stands} "
         f"(by {abs(excess):.4f} nats per token)"
     )
+
+
+def _front_lines(result: SearchResult) -> list[str]:
+    """The front of two objectives, thinned out where it is long."""
+    front = result.front
+    if not front:
+        return []
+    last = _NUM_FRONT_LINES - 1
+    shown = [front[index] for index in sorted({round(place * (len(front) - 1) / last) for place in range(last + 1)})]
+    table = [
+        [str(point.trial_number), point.method]
+        + [_value_text(nats) for nats in (point.long_nats_per_token, point.short_nats_per_token)]
+        for point in shown
+    ]
+    lines = aligned([["trial", "method", "long", "short"], *table])
+    return [
+        f"front of both objectives: {len(front)} of {len(result.points)} scored trials on the search windows "
+        f"(front.json, front.png){'; some of them:' if len(shown) < len(front) else ':'}",
+        lines,
+    ]
 
 
 def _better_than(excess: float | None) -> str:

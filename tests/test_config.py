@@ -44,6 +44,7 @@ OBJECTIVE_KEYS = [
     "objective.num_needle_windows",
     "objective.needle_depths",
     "objective.max_short_perplexity_increase",
+    "objective.two_objectives",
 ]
 ALL_KEYS = {
     "search": [
@@ -423,7 +424,7 @@ def test_presets_are_the_files_of_conf() -> None:
         "corpus": ["documents"],
         "space": ["longrope", "longrope2", "piecewise"],
         "optimizer": ["auto", "blockwise", "cmaes", "evolution", "gradient", "random", "tpe"],
-        "objective": ["guarded", "last_tokens", "needle", "perplexity"],
+        "objective": ["guarded", "last_tokens", "needle", "perplexity", "two_objectives"],
         "storage": ["journal"],
     }
 

@@ -261,6 +261,66 @@ def test_a_search_with_lengths_and_a_guard_says_what_it_was(
     assert lengths == {32, toys.ORIGINAL_LENGTH, 128}
 
 
+def test_a_search_with_two_objectives_leaves_their_front(
+    toy_folder: Path, corpus: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Both values and the front are computed anew from the scores that the trials hold."""
+    run = tmp_path / "run"
+    words = [*runs.search_words(toy_folder, corpus, run, num_trials=20), "objective=two_objectives"]
+    assert cli.main(words) == 0
+    out = capsys.readouterr().out
+    scored = {}
+    for number, _, values, _, method, regime, kept in runs.trials_of(run):
+        nats, tokens = np.array(kept["nats"]), np.array(kept["tokens"])
+        until = kept["block_edges"].index(toys.ORIGINAL_LENGTH)
+        short = nats[:, :until].sum() / tokens[:, :until].sum()
+        assert values == [pytest.approx(nats.sum() / tokens.sum()), pytest.approx(short)]
+        scored[number] = (*values, method, regime)
+    kept_front = {
+        number
+        for number, (long, short, *_) in scored.items()
+        if not any(a <= long and b <= short and (a, b) != (long, short) for a, b, *_ in scored.values())
+    }
+    found = json.loads((run / "front.json").read_text())
+    shown = [
+        (each["trial_number"], each["long_nats_per_token"], each["short_nats_per_token"], each["method"])
+        for each in found["front"]
+    ]
+    assert {each[0] for each in shown} <= kept_front and [each[1] for each in shown] == sorted(
+        each[1] for each in shown
+    )
+    assert {each[1:3] for each in shown} == {scored[number][:2] for number in kept_front}
+    for (number, *rest), each in zip(shown, found["front"], strict=True):
+        assert tuple(rest) == scored[number][:3]
+        assert {name: each[name] for name in scored[number][3]} == scored[number][3]
+    rope_config = RopeConfig.read(run)
+    assert found["chosen"] == rope_config.search["trial_number"] and found["num_scored"] == 24
+    assert [each["trial_number"] for each in rope_config.search["front"]] == [each[0] for each in shown]
+    assert (run / "front.png").is_file()
+    assert f"front of both objectives: {len(shown)} of 24 scored trials on the search windows (front.json" in out
+    assert "second objective: nats per token of the first 64 tokens" in out
+
+
+@pytest.mark.parametrize("name", sorted(set(OPTIMIZERS) - {"evolution"}))
+def test_an_optimizer_for_one_objective_is_refused_before_weights(
+    name: str,
+    toy_folder: Path,
+    corpus: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr("ropesearch.pipeline.load_model", lambda config: pytest.fail("loaded the weights"))
+    words = [
+        word for word in runs.search_words(toy_folder, corpus, tmp_path / "run") if not word.startswith("optimizer")
+    ]
+    assert cli.main([*words, "objective=two_objectives", f"optimizer={name}"]) == 2
+    assert (
+        f"expected evolution, which can spread along the front of two objectives, got {name}" in capsys.readouterr().err
+    )
+    assert not (tmp_path / "run").exists()
+
+
 NEEDLE_LENGTH = 256  # of the toy's tokens, bytes: room for needle, question and answer, and some haystack
 
 

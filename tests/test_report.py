@@ -19,6 +19,7 @@ from ropesearch.report import EvaluateOutcome, SearchOutcome, VerifyOutcome
 from ropesearch.rope.regime import Regime
 from ropesearch.score.objective import Objective, Part
 from ropesearch.score.score import Score
+from ropesearch.search.front import Point
 from ropesearch.search.selection import Finalist
 from ropesearch.search.worker import SearchResult
 from tests import toys
@@ -248,6 +249,26 @@ def test_lengths_and_guard_are_told() -> None:
         "keeps it (by 0.0125 nats per token)\n" in text
     )
     assert "guard" not in outcome().to_text() and "objective:" not in outcome().to_text()
+
+
+@pytest.mark.parametrize("num_members", [1, 5, 6, 7, 40])
+def test_the_front_is_shown_by_few_of_its_members(num_members: int) -> None:
+    """The two ends are always there, and not more than six."""
+    members = [Point(n, "searched", REGIME, 1.0 + n / 100, 3.0 - n / 100, None, True) for n in range(num_members)]
+    points = [*members, Point(99, "yarn", YARN, 5.0, 5.0, None, False)]
+    lines = outcome(points=points).to_text().splitlines()
+    start = next(index for index, line in enumerate(lines) if line.startswith("front of both objectives: "))
+    assert f"{num_members} of {num_members + 1} scored trials on the search windows (front.json" in lines[start]
+    assert lines[start + 1].split() == ["trial", "method", "long", "short"]
+    rows = [line.split() for line in lines[start + 2 : start + 2 + min(6, num_members)]]
+    shown = [members[int(row[0])] for row in rows]
+    for row, point in zip(rows, shown, strict=True):
+        both = point.long_nats_per_token, point.short_nats_per_token
+        assert row[1:] == ["searched", *(perplexity_text(nats, 1) for nats in both)]
+    assert shown[0] == members[0] and shown[-1] == members[-1]
+    assert [point.trial_number for point in shown] == sorted({point.trial_number for point in shown})
+    assert ("some of them" in lines[start]) is (num_members > 6)
+    assert "front" not in outcome().to_text()
 
 
 def test_answers_to_needles_have_a_table_of_their_own() -> None:

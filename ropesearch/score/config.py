@@ -45,6 +45,11 @@ class ScoringConfig:
         "a search's guard on short inputs: a candidate whose perplexity on the first original_length tokens exceeds "
         "the unscaled model's by more than this part of it (0.05 = 5 %) ranks after all others; null = no guard",
     )
+    two_objectives: bool = setting(
+        False,
+        "whether a search also minimises, as a second objective, the nats per token of the first original_length "
+        "tokens: it spreads along the front of both, front.json, and its result is the front's best by the first",
+    )
 
     def check_search(self, target_length: int) -> None:
         """Raise InputError unless a search for target_length tokens can have this objective."""

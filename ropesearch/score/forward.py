@@ -9,8 +9,11 @@ import torch
 
 from ropesearch.errors import InputError, ScoringError
 
-# float32 logits that exist at once. Small pieces stay in a processor's caches; an accelerator wants longer ones.
+# Logits that exist at once, as float32. A processor wants at least so many rows in one product, or it reads the head's
+# weights too often; the loss of a few at a time then stays in its caches. An accelerator wants long pieces of both.
 _LOGITS_BYTES_CPU = 16 << 20
+_LEAST_ROWS_CPU = 256
+_LOSS_BYTES_CPU = 4 << 20
 _LOGITS_BYTES_ACCELERATOR = 256 << 20
 _OUT_OF_MEMORY_TEXTS = ("out of memory", "not enough memory", "can't allocate memory", "alloc_failed")
 
@@ -56,10 +59,13 @@ def new_cache(model: Any) -> Any:
     return DynamicCache(config=model.config)
 
 
-def num_head_rows(model: Any, device: torch.device) -> int:
-    """How many hidden states the output head should be given at once, so that their logits stay within bounds."""
-    budget_bytes = _LOGITS_BYTES_CPU if device.type == "cpu" else _LOGITS_BYTES_ACCELERATOR
-    return max(1, budget_bytes // (4 * vocabulary_tokens(model)))
+def num_head_rows(model: Any, device: torch.device) -> tuple[int, int]:
+    """How many hidden states the output head should be given at once, and of how many of these the loss be taken."""
+    row_bytes = 4 * vocabulary_tokens(model)
+    if device.type == "cpu":
+        return max(_LEAST_ROWS_CPU, _LOGITS_BYTES_CPU // row_bytes), max(1, _LOSS_BYTES_CPU // row_bytes)
+    num_rows = max(1, _LOGITS_BYTES_ACCELERATOR // row_bytes)
+    return num_rows, num_rows
 
 
 def is_out_of_memory(error: Exception) -> bool:

@@ -58,7 +58,7 @@ def _head(
     by_hidden_states = torch.zeros_like(hidden_states)
     token_weights = torch.from_numpy(weights).to(hidden_states.device)
     total = 0.0
-    num_rows = num_head_rows(model, hidden_states.device)
+    num_rows, _ = num_head_rows(model, hidden_states.device)
     for start in range(0, len(token_ids) - 1, num_rows):
         stop = min(start + num_rows, len(token_ids) - 1)
         piece_weights = token_weights[start + 1 : stop + 1]

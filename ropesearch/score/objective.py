@@ -37,26 +37,40 @@ class Objective:
     The nats per token of the windows' answers have `needle_weight` in [0, 1], all that comes from windows without an
     answer the rest. With a weight of 1 and no guard, windows without an answer are not needed.
 
-    With a guard, the first `guarded_tokens` of each window may have at most exp(tolerance_nats) times the perplexity
-    that the unscaled model has on them, read alone.
+    With `short_tokens`, the nats per token of so many first tokens of the windows without an answer are a second
+    objective. With a guard, the first `guarded_tokens` of each window may have at most exp(tolerance_nats) times the
+    perplexity that the unscaled model has on them, read alone.
     """
 
     parts: Sequence[Part] = ()
     guarded_tokens: int | None = None
     tolerance_nats: float = 0.0
     needle_weight: float = 0.0
+    short_tokens: int | None = None
 
     @property
     def spans(self) -> list[tuple[int, int]] | None:
         """The positions of windows without an answer that have to be scored and summed by themselves, or None for all
         alike."""
-        guarded = [] if self.guarded_tokens is None else [(0, self.guarded_tokens)]
-        return [*((part.start, part.length) for part in self.parts), *guarded] or None
+        firsts = dict.fromkeys((self.guarded_tokens, self.short_tokens))
+        short = [(0, num_tokens) for num_tokens in firsts if num_tokens is not None]
+        return [*((part.start, part.length) for part in self.parts), *short] or None
 
     @property
     def needs_text(self) -> bool:
         """Whether anything of windows without an answer counts."""
-        return self.needle_weight < 1 or self.guarded_tokens is not None
+        return self.needle_weight < 1 or self.guarded_tokens is not None or self.short_tokens is not None
+
+    @property
+    def num_values(self) -> int:
+        """How many objectives a study has."""
+        return 1 if self.short_tokens is None else 2
+
+    def values(self, score: Score) -> list[float]:
+        """The value of each objective, in nats per token, the less the better; both from one score."""
+        if self.short_tokens is None:
+            return [self.value(score)]
+        return [self.value(score), span_nats_per_token(_text(score), 0, self.short_tokens)]
 
     def value(self, score: Score) -> float:
         """Nats per token, the less the better, from a score of `spans` and of the answers that have a weight.
@@ -120,6 +134,7 @@ class Objective:
             "guarded_tokens": self.guarded_tokens,
             "tolerance_nats": self.tolerance_nats,
             "needle_weight": self.needle_weight,
+            "short_tokens": self.short_tokens,
         }
 
     def to_text(self) -> str:
@@ -134,6 +149,8 @@ class Objective:
             text = "nats per token of the needles' answers"
         elif self.needle_weight:
             text = f"{self.needle_weight:.3g} of nats per token of the needles' answers, the rest {text} of plain text"
+        if self.short_tokens is not None:
+            text = f"{text}; second objective: nats per token of the first {self.short_tokens} tokens"
         if self.guarded_tokens is None:
             return text
         increase = math.expm1(self.tolerance_nats)
@@ -152,7 +169,7 @@ def objective_of(config: ScoringConfig, target_length: int, original_length: int
     lengths, weights = config.lengths or [target_length], config.length_weights
     increase = config.max_short_perplexity_increase
     needle_weight = config.needle_weight
-    if not config.lengths and increase is None:
+    if not config.lengths and increase is None and not config.two_objectives:
         return Objective(needle_weight=needle_weight)
     parts = [
         Part(length=length, weight=weight, start=0 if config.last_tokens is None else length - config.last_tokens)
@@ -164,6 +181,7 @@ def objective_of(config: ScoringConfig, target_length: int, original_length: int
         guarded_tokens=None if increase is None else original_length,
         tolerance_nats=0.0 if increase is None else math.log1p(increase),
         needle_weight=needle_weight,
+        short_tokens=original_length if config.two_objectives else None,
     )
 
 

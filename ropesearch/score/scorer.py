@@ -1,8 +1,8 @@
 """Nats and tokens of windows under the table that is installed right now, in bounded memory.
 
 One window a forward pass, so no window's score depends on another. The hidden states come from the base model; the
-output head runs over pieces of them whose logits stay within a fixed number of bytes, so no array of tokens x
-vocabulary ever exists. With chunks, a window goes through the model piece by piece with a key-value cache, and only the
+output head runs over pieces of them, of a fixed number of bytes or few tokens, so no array of tokens x vocabulary ever
+exists. With chunks, a window goes through the model piece by piece with a key-value cache, and only the
 hidden states of the piece under way exist. What is computed equals transformers' ForCausalLMLoss (loss/loss_utils.py).
 """
 
@@ -232,13 +232,18 @@ def _window_outcome(
 
 def _head_nats(model: Any, hidden_states: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
     """Nats of `targets` (num_tokens,) given `hidden_states` (num_tokens, hidden): float32, shape (num_tokens,)."""
-    num_rows = num_head_rows(model, hidden_states.device)
-    pieces = []
+    num_rows, num_loss_rows = num_head_rows(model, hidden_states.device)
+    # Made at once: small results between the large pieces would keep the heap from shrinking.
+    nats = torch.empty(len(targets), dtype=torch.float32, device=hidden_states.device)
     for start in range(0, len(targets), num_rows):
-        logits = logits_of(model, hidden_states[start : start + num_rows]).float()
-        pieces.append(cross_entropy(logits, targets[start : start + num_rows].to(logits.device), reduction="none"))
+        logits = logits_of(model, hidden_states[start : start + num_rows])
+        wanted = targets[start : start + num_rows].to(logits.device)
+        for first in range(0, len(logits), num_loss_rows):
+            rows = slice(first, first + num_loss_rows)
+            loss = cross_entropy(logits[rows].float(), wanted[rows], reduction="none")
+            nats[start + first : start + first + len(loss)] = loss
         del logits  # before the next piece's are made
-    return torch.cat(pieces)
+    return nats
 
 
 def _check_finite(

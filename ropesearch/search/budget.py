@@ -9,7 +9,7 @@ from optuna.trial import FrozenTrial, TrialState
 from ropesearch.errors import InputError
 from ropesearch.search.config import BudgetConfig
 from ropesearch.search.sampler import CandidateSampler
-from ropesearch.search.trials import COST, NUM_STEPS, PLAN, SECONDS, is_searched, ranked, recorded_candidate
+from ropesearch.search.trials import COST, NUM_STEPS, PLAN, SECONDS, front, is_searched, recorded_candidate
 
 _HOPELESS_FAILURES = 16  # trials in a row from the first, all failed: the rest would fail too
 
@@ -102,10 +102,11 @@ def spent_seconds(trials: Sequence[FrozenTrial]) -> float:
 
 
 def trials_without_improvement(trials: Sequence[FrozenTrial]) -> int:
-    """Finished candidates numbered after the best one; all of them where none could be scored."""
+    """Finished candidates numbered after the best one, of two objectives after the last one on the front; all of them
+    where none could be scored."""
     finished = [trial for trial in trials if is_searched(trial) and trial.state.is_finished()]
-    best = ranked(finished)[:1]
-    return sum(trial.number > best[0].number for trial in finished) if best else len(finished)
+    last = max((trial.number for trial in front(finished)), default=-1)
+    return sum(trial.number > last for trial in finished)
 
 
 def num_known(trials: Sequence[FrozenTrial]) -> int:

@@ -1,14 +1,15 @@
 """LongRoPE's evolution."""
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import ClassVar
 
 import numpy as np
 
 from ropesearch.rope.regime import Regime
 from ropesearch.search.config import EvolutionConfig
+from ropesearch.search.front import crowded_order
 from ropesearch.search.operators import cross, mutate
-from ropesearch.search.sampler import CandidateSampler, Past
+from ropesearch.search.sampler import CandidateSampler, Past, Scored
 from ropesearch.search.space import Candidate, Space
 
 _NUM_TRIES = 8
@@ -28,6 +29,9 @@ class EvolutionSampler(CandidateSampler):
     With one worker it is generational: parents come from the trials numbered before the generation. While a trial with
     a lower number is still running, as with several workers, parents come from everything that is finished, and nothing
     ever waits. Failed trials have no children.
+
+    Of a study with two objectives the num_parents best are those of NSGA-II (see front.py), and parents are drawn as
+    there, by binary tournament, so that the children spread along the front.
 
     Raises InputError when the configuration cannot be run.
     """
@@ -58,11 +62,19 @@ class EvolutionSampler(CandidateSampler):
         else:
             first = self._num_baselines + index - place
             parents = [entry for entry in past.scored if past.waiting or entry.number < first]
+        draw_rank = better_rank
+        if parents and len(parents[0].values) > 1:
+            parents, draw_rank = _crowded(parents), _tournament
         ranked = [entry.candidate for entry in parents[: self.config.num_parents]] or self.seeds
         if not ranked:
             ranked = [self.space.decode(np.ones(self.space.num_dimensions))]
         crosses = index >= self.config.num_population and place >= self.config.num_mutations
-        return offspring(self.space, ranked, past.known, crosses, self.config.mutation_probability, rng)
+        return offspring(self.space, ranked, past.known, crosses, self.config.mutation_probability, rng, draw_rank)
+
+
+def better_rank(num_parents: int, rng: np.random.Generator) -> int:
+    """A rank, 0 the best, better ones more often: half of the draws are in the best eighth."""
+    return int(num_parents * rng.random() ** 3)
 
 
 def offspring(
@@ -72,31 +84,41 @@ def offspring(
     crosses: bool,
     mutation_probability: float,
     rng: np.random.Generator,
+    draw_rank: Callable[[int, np.random.Generator], int] = better_rank,
 ) -> Candidate:
     """A mutant of one of the parents `ranked`, best first, or a crossover of two, if there are two; not known, unless
-    that fails several times. The better a parent, the more often it is drawn.
+    that fails several times. `draw_rank` draws a parent's rank.
     """
     for attempt in range(_NUM_TRIES):
         probability = min(1.0, mutation_probability * 2 ** (attempt / 4))
         if crosses and len(ranked) > 1 and attempt < _NUM_TRIES // 2:
-            better, worse = _two_ranks(len(ranked), rng)
+            better, worse = _two_ranks(len(ranked), rng, draw_rank)
             candidate = cross(space, ranked[better], ranked[worse], probability, rng)
         else:
-            parent = ranked[_rank(len(ranked), rng)]
+            parent = ranked[draw_rank(len(ranked), rng)]
             candidate = mutate(space, parent, probability, 1 + attempt // 2, rng)
         if candidate not in known:
             break
     return candidate
 
 
-def _rank(num_parents: int, rng: np.random.Generator) -> int:
-    """A rank, 0 the best, better ones more often: half of the draws are in the best eighth."""
-    return int(num_parents * rng.random() ** 3)
+def _tournament(num_parents: int, rng: np.random.Generator) -> int:
+    """The better of two ranks drawn alike."""
+    return int(rng.integers(num_parents, size=2).min())
 
 
-def _two_ranks(num_parents: int, rng: np.random.Generator) -> tuple[int, int]:
+def _crowded(parents: Sequence[Scored]) -> list[Scored]:
+    """Parents in the order of NSGA-II, equal ones by number."""
+    entries = sorted(parents, key=lambda entry: entry.number)
+    values = np.array([entry.values for entry in entries])
+    return [entries[index] for index in crowded_order(values, np.array([entry.rank[0] for entry in entries]))]
+
+
+def _two_ranks(
+    num_parents: int, rng: np.random.Generator, draw_rank: Callable[[int, np.random.Generator], int]
+) -> tuple[int, int]:
     """Two different ranks, the better one first."""
-    first = _rank(num_parents, rng)
+    first = draw_rank(num_parents, rng)
     second = int(rng.integers(num_parents - 1))
     second += second >= first
     return min(first, second), max(first, second)

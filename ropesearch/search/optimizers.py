@@ -24,7 +24,12 @@ from ropesearch.search.tpe import TPESampler
 
 
 def make_sampler(
-    space: Space, config: OptimizerConfig, seed: int, seeds: Sequence[Regime], num_baselines: int, num_windows: int
+    space: Space,
+    config: OptimizerConfig,
+    seed: int,
+    seeds: Sequence[Regime],
+    num_baselines: int,
+    num_windows: int,
 ) -> CandidateSampler:
     """The sampler for a config; `seeds` are its first candidates, `num_baselines` the trials before them,
     `num_windows` how many windows the search has.

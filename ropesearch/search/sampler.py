@@ -21,12 +21,17 @@ from ropesearch.seeding import stream
 
 
 class Scored(NamedTuple):
-    """A scored candidate: its rank (see trials.rank; the less the better), value and trial number."""
+    """A scored candidate: its rank (see trials.rank; the less the better), trial number, and a value an objective."""
 
-    rank: tuple[float, float, int]
+    rank: tuple[float, ...]
     number: int
-    value: float
+    values: tuple[float, ...]
     candidate: Candidate
+
+    @property
+    def value(self) -> float:
+        """Of the only, or the first, objective."""
+        return self.values[0]
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,7 +132,7 @@ class CandidateSampler(BaseSampler):
         for trial in ranked(trials):
             candidate = candidates.get(trial.number)
             if candidate is not None:
-                scored.append(Scored(rank(trial), trial.number, trial.values[0], candidate))
+                scored.append(Scored(rank(trial), trial.number, tuple(trial.values), candidate))
         running = [trial for trial in trials if trial.number != number and not trial.state.is_finished()]
         past = Past(
             scored=scored,

@@ -13,7 +13,7 @@ from ropesearch.score.score import Score
 from ropesearch.search.config import SelectionConfig
 from ropesearch.search.once import POLL_SECONDS, GuardReference, guard_score, no_guard_score, scored_once
 from ropesearch.search.study import OpenStudy
-from ropesearch.search.trials import identity, is_searched, ranked, recorded_regime, recorded_score
+from ropesearch.search.trials import front, identity, is_searched, ranked, recorded_regime, recorded_score
 
 SELECTION = "selection"
 
@@ -35,9 +35,15 @@ class Finalist:
 
 
 def choose_finalists(trials: Sequence[FrozenTrial], config: SelectionConfig, max_length: int) -> list[Finalist]:
-    """The best num_finalists searched trials and every scored baseline, by search score."""
+    """The best num_finalists searched trials and every scored baseline, by search score.
+
+    Of a study with two objectives, only trials on the front of the searched ones can be the best.
+    """
     scored = ranked(trials)
-    best = [trial for trial in scored if is_searched(trial)][: config.num_finalists]
+    searched = [trial for trial in scored if is_searched(trial)]
+    if searched and len(searched[0].values) > 1:
+        searched = front(searched)
+    best = searched[: config.num_finalists]
     chosen = ranked([*best, *(trial for trial in scored if not is_searched(trial))])
     finalists = []
     for trial in chosen:

@@ -29,7 +29,9 @@ class OpenStudy:
     run_folder: Path
 
 
-def open_study(run_folder: Path, fingerprints: Mapping[str, Any], sampler: BaseSampler) -> OpenStudy:
+def open_study(
+    run_folder: Path, fingerprints: Mapping[str, Any], sampler: BaseSampler, num_objectives: int = 1
+) -> OpenStudy:
     """Open the study of `run_folder`, or begin it.
 
     `fingerprints` are JSON values that name all that scores and candidates depend on (weights, windows, how they are
@@ -52,8 +54,11 @@ def open_study(run_folder: Path, fingerprints: Mapping[str, Any], sampler: BaseS
                 f"{path} cannot be replayed by the optuna that is installed here ({error!r}); go on with the versions "
                 f"in {run_folder / 'versions.json'}, or start the search in another run folder"
             ) from error
-        create = optuna.load_study if storage.get_all_studies() else optuna.create_study
-        study = create(study_name=STUDY_NAME, storage=storage, sampler=sampler)
+        if storage.get_all_studies():
+            study = optuna.load_study(study_name=STUDY_NAME, storage=storage, sampler=sampler)
+        else:
+            directions = ["minimize"] * num_objectives
+            study = optuna.create_study(study_name=STUDY_NAME, storage=storage, sampler=sampler, directions=directions)
         found = study.user_attrs.get(_FINGERPRINTS)
         if found is None:
             study.set_user_attr(_FINGERPRINTS, asked)

@@ -116,11 +116,30 @@ def violation(trial: FrozenTrial) -> float:
     return float(max((0.0, *trial.constraints.values())))
 
 
-def rank(trial: FrozenTrial) -> tuple[float, float, int]:
-    """The order of scored trials: those that meet all constraints first, by value, then the others by violation."""
-    return violation(trial), trial.values[0], trial.number
+def rank(trial: FrozenTrial) -> tuple[float, ...]:
+    """The order of scored trials: those that meet all constraints first, by value, then the others by violation. Of two
+    values the first counts; the second only between equal ones, so that the best trial is on the front."""
+    return violation(trial), *trial.values, trial.number
 
 
 def ranked(trials: Sequence[FrozenTrial]) -> list[FrozenTrial]:
     """Scored trials, best first (see `rank`), equal ones by number."""
     return sorted((trial for trial in trials if trial.state is TrialState.COMPLETE), key=rank)
+
+
+def front(trials: Sequence[FrozenTrial], *, guarded: bool = True) -> list[FrozenTrial]:
+    """Of the scored trials of least violation those that no other dominates, by first value; one or two objectives.
+
+    One dominates another where it is nowhere worse, and somewhere better or as good with a lower number. So of one
+    objective the front is the best trial alone. With `guarded` false, violations do not count.
+    """
+    ordered = ranked(trials)
+    if not guarded:
+        ordered.sort(key=lambda trial: (*trial.values, trial.number))
+    members: list[FrozenTrial] = []
+    for trial in ordered:
+        if guarded and violation(trial) > violation(ordered[0]):
+            break
+        if not members or trial.values[-1] < members[-1].values[-1]:
+            members.append(trial)
+    return members

@@ -20,6 +20,7 @@ from ropesearch.score.objective import Objective
 from ropesearch.score.score import Score
 from ropesearch.search.budget import Budget, spent_tokens
 from ropesearch.search.config import BudgetConfig, SelectionConfig
+from ropesearch.search.front import Point, points
 from ropesearch.search.once import GuardReference, guard_score, no_guard_score
 from ropesearch.search.ownership import exclusive, is_alive, working
 from ropesearch.search.parameters import candidate_of, suggest
@@ -90,7 +91,8 @@ class SearchResult:
     the baselines and of the candidate that is best on the selection windows, by method; `finalists` all that were
     scored on the selection windows, best first; `course` the number and nats per token of every scored candidate, in
     order. Tokens and failures are counted over the trials on the search windows. `num_candidates_in_guard` says how
-    many candidates keep the objective's guard there, None without one.
+    many candidates keep the objective's guard there, None without one. `points` are all scored trials by both
+    objectives, where there are two.
     """
 
     regime: Regime
@@ -105,6 +107,13 @@ class SearchResult:
     stopped_because: str
     objective: Objective = _NATS_PER_TOKEN
     num_candidates_in_guard: int | None = None
+    points: Sequence[Point] = ()
+
+    @property
+    def front(self) -> list[Point]:
+        """The points that no other dominates, by the first objective."""
+        members = [point for point in self.points if point.on_front]
+        return sorted(members, key=lambda point: point.long_nats_per_token)
 
 
 def run_search(
@@ -142,7 +151,7 @@ def run_search(
     space = sampler.space
     selection.check()
     limits = Budget(budget, sampler, cost_tokens, len(baselines), step_cost_tokens)
-    opened = open_study(run_folder, fingerprints, sampler)
+    opened = open_study(run_folder, fingerprints, sampler, objective.num_values)
     with working(run_folder) as name:
         worker = _Worker(
             opened=opened,
@@ -185,6 +194,7 @@ def run_search(
         num_candidates_in_guard=None
         if objective.guarded_tokens is None
         else sum(is_searched(trial) and violation(trial) == 0 for trial in scored),
+        points=points(trials, space.target_length) if objective.num_values > 1 else (),
     )
 
 
@@ -297,7 +307,7 @@ class _Worker:
             excess = self.objective.excess_nats(score, score if is_reference else self._unscaled_score())
             if excess is not None and GUARD not in trial.constraints:
                 trial.set_constraint(GUARD, excess)
-            self.opened.study.tell(trial, self.objective.value(score))
+            self.opened.study.tell(trial, self.objective.values(score))
             self._report(SEARCH, trial.number, recorded[METHOD], score, None)
         else:
             self.opened.study.tell(trial, state=TrialState.FAIL)

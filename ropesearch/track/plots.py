@@ -1,9 +1,10 @@
-"""Pictures of a search: the factors against the baselines, and the course of the scores."""
+"""Pictures of a search: the factors against the baselines, the course of the scores, the front of two objectives."""
 
 import io
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Protocol
 
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
@@ -14,6 +15,25 @@ from ropesearch.rope.regime import Regime
 from ropesearch.score.score import perplexity
 
 
+class ByObjective(Protocol):
+    """A scored trial of a search with two objectives."""
+
+    @property
+    def trial_number(self) -> int: ...
+
+    @property
+    def method(self) -> str: ...
+
+    @property
+    def long_nats_per_token(self) -> float: ...
+
+    @property
+    def short_nats_per_token(self) -> float: ...
+
+    @property
+    def on_front(self) -> bool: ...
+
+
 def plot_factors(path: Path, geometry: Geometry, target_length: int, regimes: Mapping[str, Regime]) -> None:
     """Write `factors_figure` as a PNG."""
     _write(path, factors_figure(geometry, target_length, regimes))
@@ -22,6 +42,11 @@ def plot_factors(path: Path, geometry: Geometry, target_length: int, regimes: Ma
 def plot_course(path: Path, scores: Sequence[tuple[int, float]], baselines: Mapping[str, float]) -> None:
     """Write `course_figure` as a PNG."""
     _write(path, course_figure(scores, baselines))
+
+
+def plot_front(path: Path, short_tokens: int, points: Sequence[ByObjective], chosen: int) -> None:
+    """Write `front_figure` as a PNG."""
+    _write(path, front_figure(short_tokens, points, chosen))
 
 
 def factors_figure(geometry: Geometry, target_length: int, regimes: Mapping[str, Regime]) -> Figure:
@@ -81,6 +106,48 @@ def course_figure(scores: Sequence[tuple[int, float]], baselines: Mapping[str, f
     axes.set_title("course of the search")
     figure.legend(loc="outside right upper", fontsize="small")
     return figure
+
+
+def front_figure(short_tokens: int, points: Sequence[ByObjective], chosen: int) -> Figure:
+    """Both perplexities of every candidate and baseline, the front, and the trial `chosen`.
+
+    Points far worse than the candidates are left out of the picture's range; baselines stay in its legend.
+    """
+    figure = Figure(figsize=(9.5, 4.5), layout="constrained")
+    axes = figure.subplots()
+
+    def drawn(some: Sequence[ByObjective]) -> tuple[list[float], list[float]]:
+        short = [perplexity(point.short_nats_per_token, 1) for point in some]
+        return short, [perplexity(point.long_nats_per_token, 1) for point in some]
+
+    candidates = [point for point in points if point.method == "searched"]
+    front = sorted((point for point in points if point.on_front), key=lambda point: point.short_nats_per_token)
+    choice = [point for point in points if point.trial_number == chosen]
+    axes.plot(*drawn(candidates), ".", markersize=4, color="tab:blue", label="candidates")
+    axes.step(*drawn(front), ".-", where="post", color="black", linewidth=1.2, label="front")
+    for index, point in enumerate(point for point in points if point.method != "searched"):
+        (short,), (long,) = drawn([point])
+        label = f"{point.method} {short:.4g}, {long:.4g}"
+        axes.plot([short], [long], "x", color=f"C{index + 1}", label=label)
+    axes.plot(*drawn(choice), "o", markersize=9, markerfacecolor="none", color="tab:red", label="chosen")
+    near = drawn([*candidates, *choice])
+    axes.set_xlim(*_range(near[0], drawn([*front, *choice])[0]))
+    axes.set_ylim(*_range(near[1], drawn(choice)[1]))
+    axes.set_xlabel(f"perplexity of the first {short_tokens} tokens")
+    axes.set_ylabel("exponential of the first objective")
+    axes.set_title("both objectives on the search windows")
+    figure.legend(loc="outside right upper", fontsize="small")
+    return figure
+
+
+def _range(values: Sequence[float], shown: Sequence[float]) -> tuple[float | None, float | None]:
+    """Limits that hold `shown` and all but the highest tenth of `values`; none where nothing is finite."""
+    finite, shown = sorted(filter(math.isfinite, values)), list(filter(math.isfinite, shown))
+    if not finite:
+        return None, None
+    lowest, highest = min([finite[0], *shown]), max([finite[int(0.9 * (len(finite) - 1))], *shown])
+    margin = 0.1 * (highest - lowest) + 0.002 * lowest
+    return lowest - margin, highest + margin
 
 
 def _write(path: Path, figure: Figure) -> None:

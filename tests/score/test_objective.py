@@ -120,6 +120,20 @@ def test_a_guard_beside_needles_needs_the_first_tokens_of_plain_text_only() -> N
         objective.excess_nats(answers, NEEDLES)  # type: ignore[arg-type]
 
 
+def test_the_second_objective_comes_from_the_same_score() -> None:
+    objective = objective_of(ScoringConfig(two_objectives=True), 16, 4)
+    assert objective.spans == [(0, 16), (0, 4)] and objective.num_values == 2
+    assert objective.values(SCORE) == [69 / 30, 9 / 6]
+    assert objective.to_json()["short_tokens"] == 4 and Objective().to_json()["short_tokens"] is None
+    assert objective.to_text().endswith("at 16 tokens; second objective: nats per token of the first 4 tokens")
+    one = objective_of(ScoringConfig(), 16, 4)
+    assert one.num_values == 1 and one.values(SCORE) == [69 / 30]
+    config = ScoringConfig(two_objectives=True, needle_weight=1.0, max_short_perplexity_increase=0.05)
+    needles = objective_of(config, 16, 4)
+    assert needles.spans == [(0, 4)] and needles.needs_text and needles.guarded_tokens == 4
+    assert needles.values(NEEDLES) == [10 / 4, 9 / 6]
+
+
 @pytest.mark.parametrize(
     ("config", "message"),
     [

@@ -197,6 +197,8 @@ def test_logits_stay_within_the_budget(toy_loaded: LoadedModel, spy: Spy, monkey
     whole = score_windows(toy_loaded, windows, ScoringConfig())
     spy.head_rows.clear()
     monkeypatch.setattr(forward, "_LOGITS_BYTES_CPU", 4 * toys.VOCABULARY_TOKENS * 20 + 3)
+    monkeypatch.setattr(forward, "_LOSS_BYTES_CPU", 4 * toys.VOCABULARY_TOKENS * 7 + 3)
+    monkeypatch.setattr(forward, "_LEAST_ROWS_CPU", 1)
     pieces = score_windows(toy_loaded, windows, ScoringConfig())
     assert spy.head_rows == [20, 20, 20, 20, 15]
     np.testing.assert_allclose(pieces.nats, whole.nats, rtol=1e-6)
@@ -415,17 +417,23 @@ def test_a_model_whose_cache_does_not_work_is_refused(toy_loaded: LoadedModel, m
         prove_scorer(toy_loaded)
 
 
-def test_the_benchmark_runs(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    from benchmarks import score_speed
+@pytest.mark.filterwarnings("ignore:This process.*fork:DeprecationWarning")
+def test_the_benchmark_measures_both_and_ends_what_grows_too_large(toy_loaded: LoadedModel) -> None:
+    from benchmarks import score_cost
 
-    arguments = ["score_speed", "--repetitions", "1", "--windows", "1", "--length", "64", "--vocabulary", "50"]
-    monkeypatch.setattr("sys.argv", arguments)
-    score_speed.main()
-    printed = capsys.readouterr().out
-    plain, score = (
-        float(printed.split(f"{name} ")[1].split(",")[0].split()[0]) for name in ("token: plain", ", score")
-    )
-    assert score == pytest.approx(plain, abs=1e-5)
+    windows = score_cost.random_windows(64, 50)
+    loaded = score_cost.random_model(50, num_layers=1)
+    input_ids = torch.from_numpy(windows.token_ids.astype(np.int64))
+    expected = float(loaded.model(input_ids=input_ids, labels=input_ids).loss)
+    cell = score_cost.measured(loaded, 64, None, 2, score_cost.METHODS, limit_gib=64)
+    assert [run.method for run in cell.runs] == ["transformers", "ropesearch", "ropesearch", "transformers"]
+    for run in cell.runs:
+        assert run.nats_per_token == pytest.approx(expected, abs=1e-5)
+        assert run.seconds and run.peak_bytes > run.own_bytes
+    assert len(cell.ratios(lambda run: run.seconds)) == 2
+    cell = score_cost.measured(loaded, 64, None, 3, score_cost.METHODS, limit_gib=0.001)
+    assert [(run.method, run.seconds) for run in cell.runs] == [("transformers", None), ("ropesearch", None)]
+    assert all(run.peak_bytes > 1 << 20 for run in cell.runs) and not cell.ratios(lambda run: run.seconds)
 
 
 def needles(answer_starts: tuple[int, ...] = (90, 0, 93, 95), seed: int = 4) -> Windows:

@@ -2,6 +2,7 @@
 
 import math
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import pytest
@@ -12,7 +13,7 @@ from matplotlib.lines import Line2D
 
 from ropesearch.rope.geometry import Geometry
 from ropesearch.rope.regime import Regime
-from ropesearch.track.plots import course_figure, factors_figure, plot_course, plot_factors
+from ropesearch.track.plots import course_figure, factors_figure, front_figure, plot_course, plot_factors, plot_front
 
 GEOMETRY = Geometry(model_type="llama", head_dim=16, rotary_dim=16, original_length=64, rope_theta=100.0)
 LINEAR = Regime(name="linear", max_length=256, factors=(4.0,) * 8)
@@ -64,6 +65,47 @@ def test_the_range_holds_the_best_of_all(baseline_nats: float) -> None:
     low, high = course_figure(SCORES, {"yarn": baseline_nats, "unscaled": 9.0}).axes[0].get_ylim()
     assert low < min(math.exp(1.25), math.exp(baseline_nats))
     assert math.exp(1.75) < high < math.exp(9.0)
+
+
+class Point(NamedTuple):
+    trial_number: int
+    method: str
+    long_nats_per_token: float
+    short_nats_per_token: float
+    on_front: bool
+
+
+POINTS = [
+    Point(0, "unscaled", 9.0, 1.0, True),
+    Point(1, "yarn", 2.5, 1.75, False),
+    Point(4, "searched", 2.0, 1.25, True),
+    Point(5, "searched", 2.25, 1.5, False),
+    Point(6, "searched", 1.5, 2.0, True),
+]
+
+
+def test_the_front_of_two_objectives() -> None:
+    figure = front_figure(64, POINTS, chosen=6)
+    lines = lines_of(figure)
+
+    def drawn(*points: Point) -> list[list[float]]:
+        return [[math.exp(point.short_nats_per_token), math.exp(point.long_nats_per_token)] for point in points]
+
+    assert np.asarray(lines["candidates"].get_xydata()).tolist() == drawn(POINTS[2], POINTS[3], POINTS[4])
+    assert np.asarray(lines["front"].get_xydata()).tolist() == drawn(POINTS[0], POINTS[2], POINTS[4])
+    assert np.asarray(lines["chosen"].get_xydata()).tolist() == drawn(POINTS[4])
+    assert legend_of(figure) == ["candidates", "front", "unscaled 2.718, 8103", "yarn 5.755, 12.18", "chosen"]
+    axes = figure.axes[0]
+    assert axes.get_xlabel() == "perplexity of the first 64 tokens"
+    low, high = axes.get_ylim()  # unscaled's is far above
+    assert low < math.exp(1.5) and math.exp(2.0) < high < math.exp(9.0)
+    assert axes.get_xlim()[0] < math.exp(1.0) < math.exp(2.0) < axes.get_xlim()[1]
+
+
+@pytest.mark.parametrize("points", [POINTS, POINTS[:1], [POINTS[0]._replace(long_nats_per_token=900.0)]])
+def test_a_front_is_a_picture_whatever_there_is(points: list[Point], tmp_path: Path) -> None:
+    plot_front(tmp_path / "front.png", 64, points, 0)
+    assert imread(tmp_path / "front.png").shape == (540, 1140, 4)
 
 
 @pytest.mark.parametrize("scores", [[], [(4, 1.5)], [(4, 1.5), (5, 1.5)], [(4, 800.0)]])
