@@ -24,6 +24,7 @@ from ropesearch.data.windows import build_windows, needle_windows
 from ropesearch.demo.__main__ import write_demo
 from ropesearch.errors import BindingError, ScoringError
 from ropesearch.evaluate.table import perplexity_text
+from ropesearch.search.config import OPTIMIZERS
 from tests import runs, tiny_models, toys
 
 
