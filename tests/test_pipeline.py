@@ -322,6 +322,27 @@ def test_an_optimizer_for_one_objective_is_refused_before_weights(
     assert not (tmp_path / "run").exists()
 
 
+def test_a_search_by_gradients_gives_the_same_bytes_again(toy_folder: Path, corpus: Path, tmp_path: Path) -> None:
+    """Gradient steps on the model itself, with retained tokens, then a polish."""
+    found = []
+    for name in ("one", "two"):
+        words = runs.search_words(toy_folder, corpus, tmp_path / name, num_trials=5)
+        words = [word for word in words if not word.startswith("optimizer")]
+        assert cli.main([*words, "optimizer=gradient", "space.retained_tokens=[4]"]) == 0
+        found.append(((tmp_path / name / "rope_config.json").read_bytes(), runs.trials_of(tmp_path / name)))
+    assert found[0] == found[1]
+    trials = found[0][1]
+    assert [trial[4] for trial in trials] == ["unscaled", "linear", "ntk", "yarn"] + ["searched"] * 5
+    assert {trial[1].name for trial in trials} == {"COMPLETE"}
+    assert {trial[5]["retained_tokens"] for trial in trials[4:]} == {4}
+    search = RopeConfig.read(tmp_path / "one").search
+    assert search["optimizer"]["name"] == "gradient"
+    # Each leg is 3 steps, of four forward passes each, and a score of 3 windows.
+    score_tokens, step_tokens = 3 * runs.TARGET_LENGTH, 4 * runs.TARGET_LENGTH
+    num_legs, left = divmod(search["num_forward_equivalent_tokens"] - 9 * score_tokens, 3 * step_tokens)
+    assert (left, 0 < num_legs <= 5) == (0, True)
+
+
 NEEDLE_LENGTH = 256  # of the toy's tokens, bytes: room for needle, question and answer, and some haystack
 
 

@@ -88,7 +88,8 @@ def recorded_rows(loaded: LoadedModel, retained_tokens: int) -> Iterator[Recorde
     recorded = RecordedRows(loaded.geometry.num_pairs, retained_tokens)
     with contextlib.ExitStack() as stack:
         for table in rescaled_tables(find_tables(loaded.model, model_type), model_type):
-            hook = recorded._hook(table, layout_of(table, model_type))
+            # Retained tokens answer with the checkpoint's own table.
+            hook = recorded._hook(table, layout_of(table, model_type, first_position=retained_tokens))
             stack.callback(table.module.register_forward_hook(hook, with_kwargs=True).remove)
         yield recorded
 

@@ -230,11 +230,11 @@ def check_plain(table: RotaryTable, rope_theta: float, model_type: str) -> None:
         )
 
 
-def layout_of(table: RotaryTable, model_type: str) -> str:
-    """How the module lays out cos and sin, learnt from its answer under the table it holds; InputError if it is none
-    that is known.
+def layout_of(table: RotaryTable, model_type: str, first_position: int = 0) -> str:
+    """How the module lays out cos and sin, learnt from its answer under the table it holds, at four positions from
+    `first_position` on; InputError if it is none that is known.
     """
-    positions = np.arange(4)
+    positions = first_position + np.arange(4)
     try:
         answer = table.answer(positions)
     except (TypeError, ValueError, IndexError, KeyError, RuntimeError, AttributeError) as error:

@@ -41,7 +41,6 @@ class Descent:
 
     def __init__(self, space: Space, start: Regime, num_windows: int, seed: int, chain: int) -> None:
         self._space = space
-        self._retained_tokens = start.retained_tokens
         self._num_windows = num_windows
         self._seed, self._chain = seed, chain
         self._widest = space.geometry.inverse_frequencies() * space.target_length  # radians, without factors
@@ -120,7 +119,7 @@ class Descent:
             max_length=self._space.target_length,
             factors=tuple(np.maximum(values[:-1], 1.0).tolist()),
             attention_factor=float(values[-1]),
-            retained_tokens=self._retained_tokens,
+            retained_tokens=self._like.retained_tokens,
         )
 
 

@@ -97,7 +97,7 @@ class CandidateSampler(BaseSampler):
         recorded = recorded_candidate(trial)
         if recorded is None:
             trials = study.get_trials(deepcopy=False)
-            if self.plan(trials, trial.number) is not None and self.next_step(trials, trial.number) is not None:
+            if self.next_step(trials, trial.number) is not None:
                 return {}
             recorded = self.propose(trials, trial.number)
         return parameters(self.space, recorded)

@@ -1,9 +1,12 @@
 """ropesearch/score/objective.py: sums by hand, and what the scorer keeps for them."""
 
+import dataclasses
 import math
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from ropesearch.errors import InputError
 from ropesearch.model.load import LoadedModel
@@ -189,3 +192,48 @@ def test_sums_of_one_forward_pass_are_those_of_windows_cut_short(
     assert set(score.block_edges.tolist()) >= {0, 19, 38, 57, 76, LENGTH}
     part = objective.parts[0]
     assert isinstance(part, Part) and part.length in score.block_edges
+
+
+WEIGHED = {
+    "plain": ScoringConfig(),
+    "last tokens": ScoringConfig(last_tokens=5),
+    "lengths": ScoringConfig(lengths=[7, 12, 24], length_weights=[0.5, 3.0, 1.0]),
+    "last tokens of each length": ScoringConfig(lengths=[9, 24], length_weights=[2.0, 1.0], last_tokens=4),
+    "guard": ScoringConfig(max_short_perplexity_increase=0.1),
+    "guard and last tokens": ScoringConfig(max_short_perplexity_increase=0.1, last_tokens=6),
+    "needles alone": ScoringConfig(needle_weight=1.0),
+    "needles with text": ScoringConfig(needle_weight=0.25),
+    "needles with lengths": ScoringConfig(needle_weight=0.6, lengths=[8, 24], length_weights=[1.0, 4.0]),
+    "needles alone with a guard": ScoringConfig(needle_weight=1.0, max_short_perplexity_increase=0.1),
+}
+
+
+@settings(max_examples=60)
+@given(st.data(), st.sampled_from(list(WEIGHED)))
+def test_weighted_tokens_have_the_objective_for_their_mean(data: st.DataObject, name: str) -> None:
+    """Over windows of any nats: what the scorer sums of them, by hand, against the weights of each window."""
+    config, length = WEIGHED[name], 24
+    objective = objective_of(config, length, 6)
+    num_text = data.draw(st.integers(1, 4)) if objective.needs_text else 0
+    answers = data.draw(st.lists(st.integers(1, length - 1), min_size=1, max_size=4)) if config.needle_weight else []
+    starts = data.draw(st.permutations([*[0] * num_text, *answers]))
+    windows = dataclasses.replace(
+        random_windows(length, len(starts)), answer_starts=tuple(starts) if config.needle_weight else ()
+    )
+    seed = data.draw(st.integers(0, 2**32 - 1))
+    nats = np.random.default_rng(seed).uniform(0.1, 9, (len(starts), length))
+    text_spans = objective.spans or [(length - (config.last_tokens or length), length)]
+    scored = np.zeros(nats.shape, dtype=bool)
+    for window, answer_start in enumerate(starts):
+        for start, stop in [(answer_start, length)] if answer_start else text_spans:
+            scored[window, max(start, 1) : stop] = True
+    score = Score(
+        nats=np.where(scored, nats, 0.0),
+        tokens=scored.astype(np.int64),
+        block_edges=np.arange(length + 1),
+        answered=tuple(True if start else None for start in starts) if config.needle_weight else (),
+    )
+    weights = [objective.token_weights(windows, index, config.last_tokens) for index in range(len(starts))]
+    assert all(each.dtype == np.float64 and each.shape == (length,) and each[0] == 0 for each in weights)
+    weighted = np.mean([each @ row for each, row in zip(weights, nats, strict=True)])
+    assert weighted == pytest.approx(objective.value(score), rel=1e-12)

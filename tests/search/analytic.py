@@ -1,13 +1,17 @@
-"""An objective without a model, and a worker process on it: `python -m tests.search.analytic FOLDER NUM_TRIALS DELAY`.
+"""An objective without a model, and a worker process on it.
 
-The worker appends a line to FOLDER/calls for every scoring that it begins and for every one that it ends.
+`python -m tests.search.analytic FOLDER NUM_TRIALS DELAY [OPTIMIZER]`: the worker appends a line to FOLDER/calls for
+every scoring or gradient step that it begins and for every one that it ends.
 """
 
 import math
 import os
 import sys
 import time
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -16,10 +20,18 @@ from ropesearch.rope.geometry import Geometry
 from ropesearch.rope.regime import Regime
 from ropesearch.score.score import Score
 from ropesearch.search.baselines import baseline_regimes, seed_regimes
-from ropesearch.search.config import BudgetConfig, EvolutionConfig, OptimizerConfig, SelectionConfig, SpaceConfig
+from ropesearch.search.config import (
+    OPTIMIZERS,
+    BudgetConfig,
+    EvolutionConfig,
+    OptimizerConfig,
+    SelectionConfig,
+    SpaceConfig,
+)
 from ropesearch.search.optimizers import make_sampler as sampler_of
 from ropesearch.search.sampler import CandidateSampler
 from ropesearch.search.spaces import make_space
+from ropesearch.search.trials import Step
 from ropesearch.search.worker import SearchResult, run_search
 
 TARGET_LENGTH = 2048
@@ -69,30 +81,60 @@ def evaluate(regime: Regime, split: str) -> Score:
     return make_score((1.0 if split == "search" else 1.5) + distance(regime))
 
 
-def run(folder: Path, num_trials: int = 30, seed: int = 0, score: object = evaluate, **changes: object) -> SearchResult:
+def differentiate(regime: Regime, window: int) -> Step:
+    """As `evaluate` on one of the two windows, which differ by a slope; some regimes, known by their values, fail."""
+    if round(1e6 * sum(regime.factors)) % 13 == 0:
+        raise ScoringError("a gradient is not finite")
+    logs = np.log(regime.factors)
+    ramp = np.linspace(0.1, math.log(9), len(logs))
+    slope = 0.2 if window % 2 else -0.2
+    by_attention = 40 * (regime.attention_factor - 1.25) * regime.attention_factor
+    return Step(
+        window=window,
+        nats_per_token=1 + distance(regime) + slope * float(logs.sum()),
+        gradient=(*(2 * (logs - ramp) + slope).tolist(), by_attention),
+    )
+
+
+def run(
+    folder: Path,
+    num_trials: int = 30,
+    seed: int = 0,
+    score: object = evaluate,
+    optimizer: OptimizerConfig = EVOLUTION,
+    **changes: object,
+) -> SearchResult:
     arguments: dict[str, object] = {
+        "differentiate": differentiate,
+        "step_cost_tokens": 32,
         "baselines": BASELINES,
         "cost_tokens": 16,
         "fingerprints": FINGERPRINTS,
         "budget": BudgetConfig(num_trials=num_trials),
         "selection": SelectionConfig(num_finalists=3),
     }
-    return run_search(folder, make_sampler(seed), score, **(arguments | changes))  # type: ignore[arg-type]
+    return run_search(folder, make_sampler(seed, optimizer), score, **(arguments | changes))  # type: ignore[arg-type]
 
 
-def main(folder: str, num_trials: str, delay: str) -> None:
+def main(folder: str, num_trials: str, delay: str, optimizer: str = "evolution") -> None:
     calls = os.open(Path(folder) / "calls", os.O_WRONLY | os.O_APPEND | os.O_CREAT)
 
-    def slow(regime: Regime, split: str) -> Score:
-        key = f"{split} {regime.factors} {regime.attention_factor}"
+    def slow(function: Callable[[Regime, Any], Any], regime: Regime, of: str | int) -> Any:
+        key = f"{of} {regime.factors} {regime.attention_factor}"
         os.write(calls, f"begin {key}\n".encode())
         time.sleep(float(delay))
         try:
-            return evaluate(regime, split)
+            return function(regime, of)
         finally:
             os.write(calls, f"end {key}\n".encode())
 
-    run(Path(folder), int(num_trials), score=slow)
+    run(
+        Path(folder),
+        int(num_trials),
+        score=partial(slow, evaluate),
+        differentiate=partial(slow, differentiate),
+        optimizer=EVOLUTION if optimizer == "evolution" else OPTIMIZERS[optimizer](),
+    )
 
 
 if __name__ == "__main__":

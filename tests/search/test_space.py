@@ -258,3 +258,73 @@ def test_impossible_spaces_are_refused(change: dict[str, object], message: str) 
 def test_a_regime_of_another_model_is_refused() -> None:
     with pytest.raises(InputError, match="expected 8 factors, got 3"):
         SPACE.repair(Regime(name="x", max_length=9, factors=(1.0, 1.0, 1.0)))
+
+
+logs_of_pairs = st.lists(st.floats(-2, 5), min_size=8, max_size=8).map(np.array)
+
+
+@st.composite
+def curves(draw: st.DrawFn, space: Space, like: Candidate) -> np.ndarray:
+    """Logs of factors of the space but for its grid, with the pairs that are held in `like`."""
+    moving = space.moving_pairs(like)
+    lowest, highest = np.log(space.factor_grid[[0, -1]])
+    count = len(range(space.num_pairs)[moving])
+    parts = np.sort(draw(st.lists(st.floats(0, 1), min_size=count, max_size=count)))
+    logs = np.zeros(space.num_pairs)
+    logs[moving] = lowest + (highest - lowest) * parts
+    if space.low.step < 0:
+        logs[: moving.start] = logs[moving.start] * np.arange(moving.start) / max(moving.start, 1)
+    logs[moving.stop :] = highest
+    return logs
+
+
+@settings(max_examples=150)
+@given(st.data(), spaces, logs_of_pairs)
+def test_logs_are_projected_exactly(data: st.DataObject, space: Space, logs: np.ndarray) -> None:
+    """By the inequality that defines the projection onto a convex set: no curve of the space lies on this side."""
+    like = data.draw(candidates(space))
+    moving = space.moving_pairs(like)
+    found = space.project_logs(logs, like)
+    lowest, highest = np.log(space.factor_grid[[0, -1]])
+    assert found[moving].min() >= lowest and found[moving].max() <= highest
+    assert np.diff(found).min() >= -1e-12 and found.min() >= 0
+    other = data.draw(curves(space, like))
+    assert (logs - found)[moving] @ (other - found)[moving] <= 1e-9
+    np.testing.assert_allclose(space.project_logs(found, like), found, rtol=0, atol=1e-12)
+    np.testing.assert_allclose(space.project_logs(other, like), other, rtol=0, atol=1e-12)
+    held = np.log(space.curve(like))
+    if space.low.step == 0:
+        outside = [*range(moving.start), *range(moving.stop, space.num_pairs)]
+        assert np.array_equal(found[outside], held[outside])
+    else:  # the curve before the critical pair follows
+        num_left = moving.start
+        left = found[num_left] * np.arange(num_left) / max(num_left, 1)
+        np.testing.assert_allclose(found[:num_left], left, rtol=0, atol=1e-12)
+
+
+@settings(max_examples=60)
+@given(st.data(), spaces, st.integers(0, 2**32 - 1))
+def test_derivatives_are_pulled_back_to_the_pairs_that_move(data: st.DataObject, space: Space, seed: int) -> None:
+    """Against central differences of a function of the whole curve, on points of the space."""
+    like = data.draw(candidates(space))
+    moving = space.moving_pairs(like)
+    rng = np.random.default_rng(seed)
+    linear, quadratic = rng.normal(size=8), rng.normal(size=(8, 8))
+
+    def curve_of(moved: np.ndarray) -> np.ndarray:
+        logs = np.log(space.curve(like))
+        logs[moving] = moved
+        if space.low.step < 0:
+            logs[: moving.start] = logs[moving.start] * np.arange(moving.start) / max(moving.start, 1)
+        return logs
+
+    def value(moved: np.ndarray) -> float:
+        logs = curve_of(moved)
+        return float(linear @ logs + logs @ quadratic @ logs)
+
+    here = np.log(space.curve(like))
+    found = space.pull_back(linear + (quadratic + quadratic.T) @ here, like)
+    steps = 1e-4 * np.eye(len(here[moving]))
+    expected = np.zeros(8)
+    expected[moving] = [(value(here[moving] + step) - value(here[moving] - step)) / 2e-4 for step in steps]
+    np.testing.assert_allclose(found, expected, rtol=0, atol=1e-7)

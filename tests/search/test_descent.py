@@ -1,0 +1,211 @@
+"""ropesearch/search/descent.py on objectives with known optima, each window with its own noise."""
+
+import math
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from ropesearch.rope import methods
+from ropesearch.rope.regime import Regime
+from ropesearch.search import descent as module
+from ropesearch.search.config import SpaceConfig
+from ropesearch.search.descent import Descent
+from ropesearch.search.space import Space
+from ropesearch.search.spaces import make_space
+from ropesearch.search.trials import Step
+from tests.search.analytic import TARGET_LENGTH, make_geometry
+
+Logs = NDArray[np.float64]
+SPACE = make_space(make_geometry(16), TARGET_LENGTH, SpaceConfig())
+LINEAR = methods.linear(SPACE.geometry, TARGET_LENGTH)
+NTK = methods.ntk(SPACE.geometry, TARGET_LENGTH)
+NUM_WINDOWS = 8
+PLACES = np.linspace(-1, 1, 16)
+AIM = np.append(np.log(7) / (1 + np.exp(-8 * (PLACES - 0.15))), math.log(1.12))
+
+
+def logs_of(regime: Regime) -> Logs:
+    return np.log([*regime.factors, regime.attention_factor])
+
+
+class Bowl:
+    """A quadratic over logs, least at `aim`; each window adds a slope, and these cancel out."""
+
+    def __init__(self, curvature: Logs, noise: float = 0.0, aim: Logs = AIM) -> None:
+        self.curvature, self.aim = curvature, aim
+        slopes = np.random.default_rng(5).normal(size=(NUM_WINDOWS, len(aim)))
+        self.slopes = noise * np.sqrt(curvature) * (slopes - slopes.mean(axis=0))
+
+    def excess(self, regime: Regime) -> float:
+        return float(0.5 * self.curvature @ (logs_of(regime) - self.aim) ** 2)
+
+    def step(self, regime: Regime, window: int) -> Step:
+        off = logs_of(regime) - self.aim
+        value = 2.0 + self.excess(regime) + float(self.slopes[window] @ off)
+        return Step(
+            window=window, nats_per_token=value, gradient=tuple((self.curvature * off + self.slopes[window]).tolist())
+        )
+
+
+def descend(
+    step: Callable[[Regime, int], Step], num_passes: int, start: Regime = LINEAR, space: Space = SPACE
+) -> Descent:
+    descent = Descent(space, start, NUM_WINDOWS, seed=0, chain=0)
+    for _ in range(num_passes * NUM_WINDOWS):
+        descent.advance(step(descent.regime, descent.window))
+    return descent
+
+
+EVEN = np.append(np.full(16, 0.05), 5.0)
+STEEP = np.append(np.geomspace(1e-3, 1.0, 16), 20.0)  # over four orders of magnitude
+FLAT_END = np.append(np.geomspace(1.0, 1e-3, 16), 20.0)
+BOWLS = {"even": EVEN, "steep": STEEP, "flat end": FLAT_END}
+
+
+@pytest.mark.parametrize("noise", [0.0, 0.02])
+@pytest.mark.parametrize("first_part", [0.005, 0.05, 0.5])
+@pytest.mark.parametrize("name", BOWLS)
+def test_it_reaches_the_optimum_whatever_the_first_length(
+    name: str, first_part: float, noise: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Within 12 passes nine tenths of what the start leaves to gain, for steps ten times too long and too short."""
+    monkeypatch.setattr(module, "_FIRST_PART", first_part)
+    bowl = Bowl(BOWLS[name], noise)
+    descent = descend(bowl.step, 12)
+    assert bowl.excess(descent.average) < 0.1 * bowl.excess(LINEAR)
+
+
+def test_the_average_is_that_of_the_last_third_in_logs() -> None:
+    bowl = Bowl(EVEN, 0.05)
+    descent = Descent(SPACE, LINEAR, NUM_WINDOWS, seed=0, chain=0)
+    points = []
+    for num_steps in range(1, 20):
+        descent.advance(bowl.step(descent.regime, descent.window))
+        points.append(logs_of(descent.regime))
+        last = points[-math.ceil(num_steps / 3) :]
+        np.testing.assert_allclose(logs_of(descent.average), np.mean(last, axis=0), rtol=0, atol=1e-12)
+
+
+def test_steps_shrink_where_windows_contradict_each_other() -> None:
+    """Down one slope that all windows share, they grow; with slopes that only cancel out, they end short."""
+    descent = Descent(SPACE, methods.identity(SPACE.geometry, TARGET_LENGTH), NUM_WINDOWS, seed=0, chain=0)
+    for _ in range(12):
+        value = -float(logs_of(descent.regime).sum())
+        descent.advance(Step(window=descent.window, nats_per_token=value, gradient=(-1.0,) * 17))
+    assert descent.part_of_first_length > 1
+    slopes = np.where(np.arange(NUM_WINDOWS) % 2, 1.0, -1.0)
+
+    def contradicting(regime: Regime, window: int) -> Step:
+        off = logs_of(regime) - AIM
+        slope = 0.1 * slopes[window] * np.ones(17)
+        # A bowl beside the noise: moving has a price.
+        gradient = slope + 2.0 * off
+        return Step(window=window, nats_per_token=float(slope @ off + off @ off), gradient=tuple(gradient.tolist()))
+
+    start = Regime(name="x", max_length=TARGET_LENGTH, factors=tuple(np.exp(AIM[:-1])), attention_factor=1.12)
+    contradicted = descend(contradicting, 6, start)
+    assert contradicted.part_of_first_length < 0.3
+
+
+def test_rugged_fast_pairs_do_not_lead_the_others_astray() -> None:
+    """Fast pairs turn so often that their derivatives say nothing: the slow ones reach their optimum all the same."""
+    frequencies = SPACE.geometry.inverse_frequencies() * TARGET_LENGTH
+    bowl = Bowl(EVEN, 0.01)
+
+    def rugged(regime: Regime, window: int) -> Step:
+        step = bowl.step(regime, window)
+        logs = logs_of(regime)[:-1]
+        angles = frequencies * np.exp(-logs)
+        ripple = 0.002 * np.sin(angles + window)[:6]
+        slopes = -0.002 * np.cos(angles + window) * angles
+        gradient = np.array(step.gradient)
+        gradient[:6] += slopes[:6]
+        return Step(
+            window=window, nats_per_token=step.nats_per_token + float(ripple.sum()), gradient=tuple(gradient.tolist())
+        )
+
+    found = descend(rugged, 12)
+    off = 0.5 * EVEN * (logs_of(found.average) - AIM) ** 2
+    start = 0.5 * EVEN * (logs_of(LINEAR) - AIM) ** 2
+    assert off[6:].sum() < 0.2 * start[6:].sum()
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        SpaceConfig(),
+        SpaceConfig(attention_factor=1.1),
+        SpaceConfig(retained_tokens=[8]),
+        SpaceConfig(num_pairs_at_one=2, num_pairs_at_ratio=3, max_factor_over_ratio=1),
+        SpaceConfig(critical_pair="search", max_factor_over_ratio=2),
+    ],
+)
+def test_every_point_lies_in_the_space_but_for_its_grid(config: SpaceConfig) -> None:
+    space = make_space(make_geometry(16), TARGET_LENGTH, config)
+    bowl = Bowl(STEEP, 0.5)
+    descent = Descent(space, NTK, NUM_WINDOWS, seed=0, chain=0)
+    like = space.repair(NTK)
+    for _ in range(3 * NUM_WINDOWS):
+        for regime in (descent.regime, descent.average):
+            logs = np.log(regime.factors)
+            np.testing.assert_allclose(space.project_logs(logs, like), logs, rtol=0, atol=1e-12)
+            assert space.attention_grid[0] - 1e-12 <= regime.attention_factor <= space.attention_grid[-1] + 1e-12
+            assert min(regime.factors) >= 1
+            assert regime.retained_tokens == space.repair(regime).retained_tokens  # what is descended is what is scored
+        descent.advance(bowl.step(descent.regime, descent.window))
+    assert descent.average.factors != descent.regime.factors
+
+
+def test_a_replay_gives_the_same_point_bit_for_bit() -> None:
+    bowl = Bowl(STEEP, 0.3)
+    steps: list[Step] = []
+
+    def noted(regime: Regime, window: int) -> Step:
+        steps.append(bowl.step(regime, window))
+        return steps[-1]
+
+    descent = descend(noted, 5)
+    again = Descent(SPACE, LINEAR, NUM_WINDOWS, seed=0, chain=0)
+    for step in steps:
+        assert again.window == step.window
+        again.advance(step)
+    assert again.regime == descent.regime and again.average == descent.average
+    assert again.part_of_first_length == descent.part_of_first_length
+
+
+def test_every_pass_visits_each_window_once_in_another_order() -> None:
+    def order(seed: int, chain: int) -> list[list[int]]:
+        descent = Descent(SPACE, LINEAR, NUM_WINDOWS, seed, chain)
+        visited = []
+        for _ in range(4 * NUM_WINDOWS):
+            visited.append(descent.window)
+            descent.advance(Bowl(EVEN).step(descent.regime, descent.window))
+        return [visited[start : start + NUM_WINDOWS] for start in range(0, len(visited), NUM_WINDOWS)]
+
+    passes = order(0, 0)
+    assert all(sorted(each) == list(range(NUM_WINDOWS)) for each in passes)
+    assert len({tuple(each) for each in passes}) == 4
+    assert len({str(order(seed, chain)) for seed in (0, 1) for chain in (0, 1)}) == 4
+
+
+def test_without_derivatives_it_stays_where_it_is() -> None:
+    descent = Descent(SPACE, NTK, NUM_WINDOWS, seed=0, chain=0)
+    assert descent.average == descent.regime
+    start = descent.regime
+    for _ in range(2 * NUM_WINDOWS):
+        descent.advance(Step(window=descent.window, nats_per_token=1.0, gradient=(0.0,) * 17))
+    assert descent.regime.factors == pytest.approx(start.factors, rel=1e-14)
+
+
+def test_no_first_step_turns_an_angle_by_more_than_its_bound() -> None:
+    """Where the order is not in the way: a projection moves pairs that it makes equal together."""
+    descent = Descent(SPACE, NTK, NUM_WINDOWS, seed=0, chain=0)
+    before = logs_of(descent.regime)[:-1]
+    descent.advance(Step(window=descent.window, nats_per_token=1.0, gradient=(1.0,) * 17))
+    moved = before - logs_of(descent.regime)[:-1]
+    turned = SPACE.geometry.inverse_frequencies() * TARGET_LENGTH * np.exp(-before) * moved
+    np.testing.assert_allclose(turned[1:5], 3.0, rtol=1e-9)  # the first pair is at 1 already
+    np.testing.assert_allclose(moved[-5:], 0.05 * math.log(8), rtol=1e-9)
+    assert turned.max() <= 3.0 * (1 + 1e-9)

@@ -1,0 +1,274 @@
+"""ropesearch/search/gradient.py: the plan of descents, and workers that take its gradient steps."""
+
+import signal
+import subprocess
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from optuna.trial import FrozenTrial, TrialState
+
+from ropesearch.errors import ScoringError
+from ropesearch.rope.regime import Regime
+from ropesearch.search.config import BudgetConfig, GradientConfig
+from ropesearch.search.study import JOURNAL_NAME
+from ropesearch.search.trials import COST, FAILURE, METHOD, OWNER, PLAN, SECONDS, Step, ranked, recorded_steps
+from ropesearch.search.worker import SearchResult
+from tests.search.analytic import BASELINES, NUM_WINDOWS, differentiate, distance, evaluate, run
+from tests.search.test_worker import Killed, contents, same, study_of
+
+GRADIENT = GradientConfig()
+SCORE_TOKENS, STEP_TOKENS = 16, 32
+LEG_TOKENS = SCORE_TOKENS + NUM_WINDOWS * STEP_TOKENS
+Differentiate = Callable[[Regime, int], Step]
+
+
+def smooth(regime: Regime, window: int) -> Step:
+    """`differentiate` without failures."""
+    try:
+        return differentiate(regime, window)
+    except ScoringError:
+        return differentiate(Regime(name="x", max_length=9, factors=(*regime.factors[:-1], regime.factors[-1] + 2e-6),
+                                    attention_factor=regime.attention_factor), window)  # fmt: skip
+
+
+def scored(regime: Regime, split: str) -> Any:
+    return evaluate(Regime(name="x", max_length=9, factors=regime.factors,
+                           attention_factor=regime.attention_factor), split)  # fmt: skip
+
+
+def descend(folder: Path, num_trials: int = 20, **changes: Any) -> SearchResult:
+    return run(folder, num_trials, **({"optimizer": GRADIENT} | changes))
+
+
+def trials_of(folder: Path) -> list[FrozenTrial]:
+    found: list[FrozenTrial] = study_of(folder).get_trials()
+    return found
+
+
+def legs_of(trials: list[FrozenTrial]) -> dict[int, list[FrozenTrial]]:
+    """Trials with gradient steps, by descent."""
+    legs: dict[int, list[FrozenTrial]] = {}
+    for trial in trials:
+        if PLAN in trial.user_attrs:
+            legs.setdefault(trial.user_attrs[PLAN]["chain"], []).append(trial)
+    return legs
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> tuple[SearchResult, Path]:
+    folder = tmp_path_factory.mktemp("whole")
+    return descend(folder), folder
+
+
+def test_descents_begin_at_the_best_of_the_baselines(uninterrupted: tuple[SearchResult, Path]) -> None:
+    trials = trials_of(uninterrupted[1])
+    assert [trial.user_attrs[METHOD] for trial in trials[: len(BASELINES)]] == ["unscaled", "linear", "ntk", "yarn"]
+    legs = legs_of(trials)
+    assert set(legs) == {0, 1}
+    starts = [trial.number for trial in ranked(trials) if trial.number in (1, 2, 3)]
+    assert [each[0].user_attrs[PLAN]["start"] for each in legs.values()] == starts[:2]
+    for each in legs.values():
+        for place, trial in enumerate(each):
+            assert trial.user_attrs[PLAN]["legs"] == [leg.number for leg in each[:place]]
+            assert trial.user_attrs[PLAN]["num_steps"] == NUM_WINDOWS
+        assert all(leg.state is TrialState.COMPLETE for leg in each[:-1])
+    num_legs = sum(map(len, legs.values()))
+    assert 0 < num_legs < 20  # and a polish follows
+    assert all(PLAN not in trial.user_attrs for trial in trials[-3:])
+
+
+def test_each_step_is_kept_and_each_window_visited_in_a_leg(uninterrupted: tuple[SearchResult, Path]) -> None:
+    for trial in (leg for legs in legs_of(trials_of(uninterrupted[1])).values() for leg in legs):
+        steps = recorded_steps(trial)
+        assert trial.intermediate_values == {place: step.nats_per_token for place, step in enumerate(steps)}
+        if trial.state is TrialState.COMPLETE:
+            assert sorted(step.window for step in steps) == list(range(NUM_WINDOWS))
+
+
+def test_costs_are_those_of_the_steps_and_the_score(uninterrupted: tuple[SearchResult, Path]) -> None:
+    result, folder = uninterrupted
+    trials = trials_of(folder)
+    for trial in trials:
+        num_steps = len(recorded_steps(trial))
+        failed_in_a_step = trial.user_attrs.get(FAILURE) == "a gradient is not finite"
+        expected = (num_steps + failed_in_a_step) * STEP_TOKENS + (not failed_in_a_step) * SCORE_TOKENS
+        assert trial.user_attrs[COST] == expected or trial.user_attrs["reused_from"] < trial.number
+        assert trial.user_attrs[SECONDS] > 0
+    assert result.num_forward_equivalent_tokens == sum(trial.user_attrs[COST] for trial in trials)
+
+
+def test_seconds_are_added_up_over_steps(tmp_path: Path) -> None:
+    spent: list[float] = []
+
+    def slow(regime: Regime, window: int) -> Step:
+        started = time.perf_counter()
+        time.sleep(0.02)
+        step = smooth(regime, window)
+        spent.append(time.perf_counter() - started)
+        return step
+
+    descend(tmp_path, 1, differentiate=slow)
+    (leg,) = legs_of(trials_of(tmp_path))[0]
+    assert len(spent) == NUM_WINDOWS and leg.user_attrs[SECONDS] >= sum(spent)
+
+
+def test_it_comes_to_the_optimum(tmp_path: Path) -> None:
+    result = descend(tmp_path, 20, differentiate=smooth, score=scored)
+    assert result.method == "searched"
+    start = min(distance(regime) for regime in BASELINES)
+    assert distance(result.regime) < 0.02 * start
+
+
+def test_a_failed_step_is_a_state_and_ends_its_descent(tmp_path: Path) -> None:
+    calls: list[int] = []
+
+    def failing(regime: Regime, window: int) -> Step:
+        calls.append(window)
+        if len(calls) == 4:
+            raise ScoringError("out of memory with a gradient over a whole window: 2 GiB")
+        return smooth(regime, window)
+
+    descend(tmp_path, 8, differentiate=failing, score=scored)
+    legs = legs_of(trials_of(tmp_path))
+    first, second = legs[0]
+    assert first.state is TrialState.COMPLETE and second.state is TrialState.FAIL
+    assert second.user_attrs[FAILURE].startswith("out of memory with a gradient")
+    assert second.user_attrs[COST] == 2 * STEP_TOKENS and len(recorded_steps(second)) == 1
+    assert "candidate" not in second.user_attrs and second.params == {}
+    assert legs[1][0].number == second.number + 1
+
+
+def test_without_gradients_the_polish_alone_is_left(tmp_path: Path) -> None:
+    result = descend(tmp_path, 6, differentiate=None)
+    trials = trials_of(tmp_path)
+    failed = [trial for trial in trials if trial.user_attrs.get(FAILURE) == "no gradients are given to this search"]
+    assert len(failed) == GRADIENT.num_starts and result.num_trials == 10
+    assert any(trial.state is TrialState.COMPLETE for trial in trials[6:])
+
+
+@pytest.mark.parametrize("budget_tokens", [5 * 16, 4 * 16 + LEG_TOKENS - 1, 4 * 16 + LEG_TOKENS, 511, 720])
+def test_the_budget_in_tokens_is_never_exceeded(budget_tokens: int, tmp_path: Path) -> None:
+    limited = BudgetConfig(forward_equivalent_tokens=budget_tokens)
+    result = descend(tmp_path, differentiate=smooth, budget=limited)
+    assert result.stopped_because == "forward_equivalent_tokens"
+    assert result.num_forward_equivalent_tokens <= budget_tokens < result.num_forward_equivalent_tokens + LEG_TOKENS
+    num_legs = sum(map(len, legs_of(trials_of(tmp_path)).values()))
+    assert num_legs == (budget_tokens - 4 * SCORE_TOKENS) // LEG_TOKENS or num_legs > 3
+    again = descend(tmp_path, differentiate=smooth, budget=limited)
+    assert same(result, again)
+
+
+def dying(num_calls: int, made: Counter[str]) -> tuple[Callable[[Regime, str], Any], Differentiate]:
+    """Scoring and gradient steps of a worker that dies within call `num_calls`; `made` counts those that end."""
+    left = [num_calls]
+
+    def counted(function: Callable[[Regime, Any], Any]) -> Callable[[Regime, Any], Any]:
+        def call(regime: Regime, of: Any) -> Any:
+            left[0] -= 1
+            if left[0] < 0:
+                raise Killed
+            made[f"{of} {regime.factors} {regime.attention_factor} {regime.name}"] += 1
+            return function(regime, of)
+
+        return call
+
+    return counted(evaluate), counted(differentiate)
+
+
+def test_killed_within_any_step_it_goes_on_as_if_nothing_had_happened(
+    tmp_path: Path, uninterrupted: tuple[SearchResult, Path]
+) -> None:
+    made: Counter[str] = Counter()
+    result = None
+    for num_kills in range(200):  # each worker makes one call, and dies within the next
+        score, step = dying(1, made)
+        try:
+            result = descend(tmp_path, score=score, differentiate=step)
+            break
+        except Killed:
+            assert num_kills < 199
+    assert result is not None and same(result, uninterrupted[0])
+    assert contents(tmp_path) == contents(uninterrupted[1])
+    assert set(made.values()) == {1}
+
+
+def test_cut_after_any_line_of_its_journal_it_goes_on_as_if_nothing_had_happened(tmp_path: Path) -> None:
+    descend(tmp_path / "whole", 3)
+    expected = contents(tmp_path / "whole")
+    assert sum(map(len, legs_of(trials_of(tmp_path / "whole")).values())) >= 2
+    lines = (tmp_path / "whole" / JOURNAL_NAME).read_bytes().splitlines(keepends=True)
+    for cut in range(len(lines)):
+        folder = tmp_path / str(cut)
+        folder.mkdir()
+        (folder / JOURNAL_NAME).write_bytes(b"".join(lines[:cut]) + lines[cut][:7])
+        descend(folder, 3)
+        assert contents(folder) == expected, f"cut after {cut} of {len(lines)} lines"
+
+
+def started(folder: Path, num_trials: int) -> "subprocess.Popen[bytes]":
+    words = [sys.executable, "-m", "tests.search.analytic", str(folder), str(num_trials), "0.1", "gradient"]
+    return subprocess.Popen(words)
+
+
+def test_two_workers_take_two_starts_and_a_dead_ones_leg_is_adopted(tmp_path: Path) -> None:
+    """The first worker is killed within its second step; the second, at the other descent, finishes that leg."""
+    first = started(tmp_path, 12)
+
+    def until(found: Callable[[], bool]) -> None:
+        deadline = time.monotonic() + 120
+        while not found():
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+
+    def lines() -> list[str]:
+        path = tmp_path / "calls"
+        return path.read_text().splitlines() if path.exists() else []
+
+    second = started(tmp_path, 12)
+    try:
+        # Steps are named by their window, scores by their split.
+        until(lambda: sum(line.startswith(("end 0", "end 1")) for line in lines()) >= 1)
+        first.send_signal(signal.SIGKILL)
+        first.wait()
+        assert second.wait(timeout=240) == 0
+    finally:
+        for process in (first, second):
+            process.kill()
+            process.wait()
+    trials = trials_of(tmp_path)
+    assert len(trials) == 16 and all(trial.state.is_finished() for trial in trials)
+    legs = legs_of(trials)
+    assert len({each[0].user_attrs[PLAN]["start"] for each in legs.values()}) == len(legs) == 2
+    for each in legs.values():
+        windows = [step.window for leg in each for step in recorded_steps(leg)]
+        assert [sorted(windows[place : place + 2]) for place in range(0, len(windows) - 1, 2)] == [[0, 1]] * (
+            len(windows) // 2
+        )
+    assert len({trial.user_attrs[OWNER] for trial in trials}) <= 2
+    ended = Counter(line.removeprefix("end ") for line in lines() if line.startswith("end "))
+    begun = Counter(line.removeprefix("begin ") for line in lines() if line.startswith("begin "))
+    assert set(begun) == set(ended)
+    assert sum(begun.values()) - len(begun) <= 1  # what the kill cut short
+
+
+def test_a_worker_that_finds_a_descent_at_work_begins_the_next(uninterrupted: tuple[SearchResult, Path]) -> None:
+    """And goes on with neither when all starts are taken."""
+    from tests.search.analytic import make_sampler
+    from tests.search.test_sampler import changed
+
+    trials = trials_of(uninterrupted[1])[:5]
+    trials[4] = changed(trials[4], None, TrialState.RUNNING)
+    sampler = make_sampler(optimizer=GRADIENT)
+    plan = sampler.plan(trials, 5)
+    assert plan is not None and plan["chain"] == 1 and plan["legs"] == []
+    assert plan["start"] != trials[4].user_attrs[PLAN]["start"]
+    other = changed(trials[4], None, TrialState.RUNNING)
+    other.number, other.user_attrs = 5, {METHOD: "searched", PLAN: plan}
+    assert sampler.plan([*trials, other], 6) is None
+    assert np.isfinite(trials[1].values[0])
