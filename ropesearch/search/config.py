@@ -83,6 +83,9 @@ class TPEConfig(OptimizerConfig):
     num_candidates: int = setting(1344, "candidates after which the search ends, the seeds included")
     num_startup: int = setting(32, "scored candidates before the estimator: the seeds, and draws near the best of them")
     num_draws: int = setting(24, "draws from the density of good candidates, of which the most promising is proposed")
+    num_knots: int | None = setting(
+        8, "pairs whose log factors are searched, evenly spread, the others interpolated; null = every pair's"
+    )
 
 
 @dataclass(kw_only=True)

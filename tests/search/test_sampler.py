@@ -48,7 +48,7 @@ SPACES = {
 CONFIGS: dict[str, OptimizerConfig] = {
     "evolution": EvolutionConfig(num_population=8, num_parents=4, num_mutations=3, num_crossovers=3),
     "random": RandomConfig(),
-    "tpe": TPEConfig(num_startup=6),
+    "tpe": TPEConfig(num_startup=6, num_knots=4),
     "cmaes": CMAESConfig(num_population=5),
     "blockwise": BlockwiseConfig(num_increments=4),
 }
@@ -251,7 +251,16 @@ def test_it_is_an_optuna_sampler(name: str) -> None:
 
 @each_sampler
 @pytest.mark.parametrize(
-    "key", ["num_candidates", "num_population", "num_startup", "num_draws", "num_generations", "num_increments"]
+    "key",
+    [
+        "num_candidates",
+        "num_population",
+        "num_startup",
+        "num_draws",
+        "num_knots",
+        "num_generations",
+        "num_increments",
+    ],
 )
 def test_counts_out_of_range_are_refused(name: str, key: str) -> None:
     if not hasattr(CONFIGS[name], key):
@@ -291,6 +300,8 @@ def best_of(name: str, space_name: str, num_trials: int) -> list[float]:
         ("cmaes", "longrope", 110),
         ("blockwise", "longrope", 110),
         ("evolution", "longrope2", 100),
+        ("blockwise", "longrope2", 60),
+        ("blockwise", "piecewise", 110),
         pytest.param("evolution", "piecewise", 200, marks=pytest.mark.slow),
         pytest.param("tpe", "piecewise", 160, marks=pytest.mark.slow),
         pytest.param("cmaes", "piecewise", 160, marks=pytest.mark.slow),
