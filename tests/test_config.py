@@ -81,6 +81,7 @@ ALL_KEYS = {
         "optimizer.num_candidates",  # tpe
         "optimizer.num_startup",
         "optimizer.num_draws",
+        "optimizer.num_knots",
         "optimizer.num_candidates",  # cmaes
         "optimizer.num_population",
         "optimizer.initial_sigma",

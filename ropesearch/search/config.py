@@ -193,11 +193,16 @@ class TPEConfig(OptimizerConfig):
     num_candidates: int = setting(1344, "candidates after which the search ends, the seeds included")
     num_startup: int = setting(32, "scored candidates before the estimator: the seeds, and draws near the best of them")
     num_draws: int = setting(24, "draws from the density of good candidates, of which the most promising is proposed")
+    num_knots: int | None = setting(
+        8, "pairs whose log factors are searched, evenly spread, the others interpolated; null = every pair's"
+    )
 
     def check(self) -> None:
         """Raise InputError for a value out of range."""
         for name in ("num_candidates", "num_startup", "num_draws"):
             _check_at_least(name, getattr(self, name), 1)
+        if self.num_knots is not None:
+            _check_at_least("num_knots", self.num_knots, 2)
 
 
 @dataclass(kw_only=True)

@@ -6,6 +6,7 @@ score of a uniform variable, so whatever a sampler assumes of bounded, independe
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
+from scipy.interpolate import PchipInterpolator
 from scipy.special import log_ndtr, ndtr, ndtri, ndtri_exp
 
 from ropesearch.errors import InputError
@@ -25,13 +26,17 @@ class Coordinates:
     holds from the critical pair on, over [0, ln(max_factor / ratio)]. Attention factor and retained tokens are uniform
     over their choices.
 
+    With `num_knots` only so many of the pairs between the ends, spread evenly, have coordinates: the log factors of the
+    others are interpolated by monotone cubics (PCHIP, Fritsch and Butland 1984).
+
     The order is: number of pairs at the low end (at 1, or before the critical pair), at the high end, spacings,
     attention factor, retained tokens, each if searched.
     """
 
-    def __init__(self, space: Space) -> None:
+    def __init__(self, space: Space, num_knots: int | None = None) -> None:
         self.space = space
         self._num_free = len(range(space.num_pairs)[space.free_pairs])
+        self._num_knots = self._num_free if num_knots is None else min(num_knots, self._num_free)
         self._num_genes = space.low.searched + space.high.searched
         self._lowest, self._highest = space.inner_steps
         logs = np.log(space.factor_grid)
@@ -39,7 +44,7 @@ class Coordinates:
         edges = np.concatenate([logs[:1], middles, logs[-1:]])[self._lowest : self._highest + 2]
         self._edges = (edges - edges[0]) / (edges[-1] - edges[0])  # of each step's cell, as parts of the whole range
         self.num_coordinates = (
-            self._num_genes + self._num_free + 1 + space.searches_attention + (len(space.retained_choices) > 1)
+            self._num_genes + self._num_knots + 1 + space.searches_attention + (len(space.retained_choices) > 1)
         )
 
     @property
@@ -48,6 +53,12 @@ class Coordinates:
 
     def _num_high_choices(self, num_low: int) -> int:
         return min(self.space.high.most - self.space.high.least, self._num_free - num_low) + 1
+
+    def _knots(self, num_low: int, num_high: int) -> NDArray[np.int64]:
+        """The pairs with coordinates, counted from the first between the ends."""
+        num_inner = self._num_free - num_low - num_high
+        places = np.linspace(0, num_inner - 1, min(self._num_knots, num_inner))
+        return np.rint(places).astype(np.int64)
 
     @property
     def discrete(self) -> list[int]:
@@ -67,10 +78,15 @@ class Coordinates:
         space = self.space
         num_low = _choice(left.pop(0), self._num_low_choices) if space.low.searched else 0
         num_high = _choice(left.pop(0), self._num_high_choices(num_low)) if space.high.searched else 0
-        spacings = _exponential(np.array(left[num_low : self._num_free - num_high + 1]))
+        knots = self._knots(num_low, num_high)
+        first = min(num_low, self._num_knots - len(knots))
+        spacings = _exponential(np.array(left[first : first + len(knots) + 1]))
         statistics = np.cumsum(spacings)[:-1] / spacings.sum()
+        num_inner = self._num_free - num_low - num_high
+        if 1 < len(knots) < num_inner:
+            statistics = PchipInterpolator(knots, statistics)(np.arange(num_inner))
         steps = self._lowest + np.searchsorted(self._edges[1:-1], statistics, side="right")
-        left = left[self._num_free + 1 :]
+        left = left[self._num_knots + 1 :]
         attention = _choice(left.pop(0), space.max_attention_steps + 1) if space.searches_attention else 0
         position = _choice(left.pop(0), len(space.retained_choices)) if left else 0
         factor_steps = (
@@ -81,8 +97,9 @@ class Coordinates:
         return Candidate(factor_steps, attention, space.retained_choices[position])
 
     def of(self, candidate: Candidate) -> NDArray[np.float64]:
-        """float64 (num_coordinates,), all finite, with candidate(of(c)) == c.
+        """float64 (num_coordinates,), all finite, with candidate(of(c)) == c unless there are knots.
 
+        With knots that is a candidate near c, which has c's factors at the knots.
         Pairs of equal factors are spread evenly over their grid step, and other choices lie in the middle of theirs.
         Coordinates without a meaning for it, as pairs belong to an end, are 0.
         """
@@ -101,9 +118,12 @@ class Coordinates:
         place = np.arange(counts.sum()) - np.repeat(starts, counts)
         low, high = np.repeat(self._edges[cells], counts), np.repeat(self._edges[cells + 1], counts)
         statistics = low + (place + 0.5) / np.repeat(counts, counts) * (high - low)
-        spacings = np.diff(np.concatenate([[0.0], statistics, [1.0]]))
+        knots = self._knots(num_low, num_high)
+        spacings = np.diff(np.concatenate([[0.0], statistics[knots], [1.0]]))
         scores = ndtri_exp(-spacings * len(spacings))
-        values += [*[0.0] * num_low, *scores.tolist(), *[0.0] * num_high]
+        num_unused = self._num_knots - len(knots)
+        first = min(num_low, num_unused)
+        values += [*[0.0] * first, *scores.tolist(), *[0.0] * (num_unused - first)]
         if space.searches_attention:
             values.append(_middle(candidate.attention_steps, space.max_attention_steps + 1))
         if len(space.retained_choices) > 1:

@@ -22,6 +22,9 @@ _MARGIN = 1.0  # beyond the outermost coordinate that was scored
 class TPESampler(CandidateSampler):
     """Optuna's TPESampler (Bergstra et al. 2011), one coordinate at a time (see coordinates.py).
 
+    The coordinates are those of num_knots pairs: the estimator takes coordinates for independent, and the fewer there
+    are, the more it learns of each.
+
     It is built anew for every proposal, from the study's scored and running candidates and a seed of its own, so it has
     no state. It is told ranks instead of values: all that it uses is their order, in which constraints come first.
     Until num_startup candidates are scored, candidates are drawn around the best of them.
@@ -35,7 +38,7 @@ class TPESampler(CandidateSampler):
         super().__init__(space, seed, seeds, num_baselines)
         config.check()
         self.config = config
-        self._coordinates = Coordinates(space)
+        self._coordinates = Coordinates(space, config.num_knots)
 
     @property
     def num_candidates(self) -> int:

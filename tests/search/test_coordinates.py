@@ -4,6 +4,8 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from scipy.interpolate import PchipInterpolator
+from scipy.special import ndtr
 from scipy.stats import chisquare, kstest
 
 from ropesearch.errors import InputError
@@ -110,3 +112,45 @@ def test_a_small_move_is_a_small_change() -> None:
 def test_a_vector_of_another_length_is_refused() -> None:
     with pytest.raises(InputError, match=r"coordinates: expected shape \(10,\), got \(9,\)"):
         Coordinates(SPACES["longrope"]).candidate([0.0] * 9)
+
+
+@settings(deadline=None, max_examples=150)
+@given(st.data(), st.sampled_from(sorted(SPACES)), st.integers(2, 9))
+def test_with_knots_any_vector_stands_for_a_candidate_too(data: st.DataObject, name: str, num_knots: int) -> None:
+    """And its coordinates for one with the same choices, and the same factors at the knots."""
+    coordinates = Coordinates(SPACES[name], num_knots)
+    space = coordinates.space
+    vector = data.draw(
+        st.lists(
+            st.one_of(anything, st.floats(-9, 9)),
+            min_size=coordinates.num_coordinates,
+            max_size=coordinates.num_coordinates,
+        )
+    )
+    found = coordinates.candidate(vector)
+    assert space.contains(found)
+    again = coordinates.candidate(coordinates.of(found))
+    ends = [(c.factor_steps.count(space.low.step), c.factor_steps.count(space.high.step)) for c in (found, again)]
+    assert (again.attention_steps, again.retained_tokens) == (found.attention_steps, found.retained_tokens)
+    if space.low.searched or space.high.searched:
+        assert ends[0] == ends[1]
+    first = ends[0][0] if space.low.searched else space.low.least
+    last = space.num_pairs - 1 - (ends[0][1] if space.high.searched else space.high.least)
+    if first <= last:
+        knots = np.rint(np.linspace(first, last, min(num_knots, last - first + 1))).astype(int)
+        assert [again.factor_steps[pair] for pair in knots] == [found.factor_steps[pair] for pair in knots]
+
+
+def test_knots_are_joined_by_monotone_cubics_of_the_log_factors() -> None:
+    space = make_space(make_geometry(32), TARGET_LENGTH, SpaceConfig(factor_step=1e-5, attention_factor=1.1))
+    coordinates = Coordinates(space, 6)
+    assert coordinates.num_coordinates == 7
+    assert Coordinates(space, 40).num_coordinates == Coordinates(space).num_coordinates == 33
+    rng = stream(0, "test")
+    knots = [0, 6, 12, 19, 25, 31]
+    for _ in range(20):
+        vector = rng.standard_normal(7)
+        logs = np.log(space.curve(coordinates.candidate(vector)))
+        spacings = -np.log(ndtr(vector))
+        assert logs[knots] == pytest.approx(np.log(10) * np.cumsum(spacings)[:-1] / spacings.sum(), abs=2e-5)
+        assert logs == pytest.approx(PchipInterpolator(knots, logs[knots])(np.arange(32)), abs=1e-4)
