@@ -5,7 +5,7 @@ import functools
 import logging
 import math
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -21,16 +21,14 @@ from ropesearch.artifact.tables import read_tables
 from ropesearch.artifact.verify import Finding, check_expressible
 from ropesearch.artifact.verify import verify as verify_folder
 from ropesearch.config import EvaluateJob, SearchJob, VerifyJob, expect_given, plain
-from ropesearch.data.windows import Windows, build_windows, check_vocabulary, needle_windows
-from ropesearch.errors import InputError, NothingScoredError, ScoringError
-from ropesearch.evaluate.needle import NeedleEvaluation, needle_row
-from ropesearch.evaluate.perplexity import Evaluation, RegimeAt, comparison_regimes, perplexity_table
+from ropesearch.data.windows import Windows, build_windows
+from ropesearch.errors import InputError, NothingScoredError
+from ropesearch.evaluate.needle import NeedleEvaluation
+from ropesearch.evaluate.perplexity import Evaluation, RegimeAt, comparison_regimes
 from ropesearch.files import remove_folder, write_json
 from ropesearch.model.checkpoint import find_checkpoint
 from ropesearch.model.config import ModelConfig
-from ropesearch.model.install import installed, prove_installable
 from ropesearch.model.load import (
-    LoadedModel,
     load_model,
     load_tokenizer,
     read_geometry,
@@ -42,12 +40,11 @@ from ropesearch.model.own import UNSCALED, UNSCALED_LONG
 from ropesearch.report import EvaluateOutcome, SearchOutcome, VerifyOutcome
 from ropesearch.rope.regime import Regime
 from ropesearch.run_folder import RunFolder, versions
-from ropesearch.score.config import ScoringConfig
-from ropesearch.score.gradient import GRADIENT_COST, window_gradient
-from ropesearch.score.objective import Objective, objective_of
-from ropesearch.score.score import Score
-from ropesearch.score.scorer import forward_equivalent_tokens, prove_scorer, score_windows, scoring_identity
+from ropesearch.score.gradient import GRADIENT_COST
+from ropesearch.score.objective import objective_of
+from ropesearch.score.scorer import forward_equivalent_tokens, scoring_identity
 from ropesearch.score.store import ScoreStore
+from ropesearch.scoring import JobScorer, guiding_windows, needle_rows_of, needles_by_split, perplexity_rows
 from ropesearch.search.baselines import RESERVED_NAMES, baseline_regimes, seed_regimes
 from ropesearch.search.budget import Budget
 from ropesearch.search.optimizers import make_sampler
@@ -55,7 +52,7 @@ from ropesearch.search.ownership import exclusive
 from ropesearch.search.space import SEARCHED
 from ropesearch.search.spaces import make_space
 from ropesearch.search.study import open_study
-from ropesearch.search.trials import Step, regime_json
+from ropesearch.search.trials import regime_json
 from ropesearch.search.worker import SearchEvent, SearchResult, run_search
 from ropesearch.track.plots import plot_course, plot_factors, plot_front
 from ropesearch.track.progress import ProgressDisplay
@@ -91,8 +88,8 @@ def search(job: SearchJob) -> SearchOutcome:
     whole_windows.check(geometry.original_length)
     tokenizer = load_tokenizer(job.model)
     texts = build_windows(job.corpus, tokenizer, job.target_length, job.seed, _cache_folder(job.cache))
-    needles = _needles(job, texts, tokenizer)
-    windows = _objective_windows(objective, texts, needles)
+    needles = needles_by_split(job.objective, texts, tokenizer, job.seed)
+    windows = guiding_windows(objective, texts, needles)
     num_windows = windows["search"].num_windows
     sampler = make_sampler(space, job.optimizer, job.seed, seeds, len(baselines), num_windows)
     cost_tokens = forward_equivalent_tokens(windows["search"], objective.spans)
@@ -133,7 +130,7 @@ def search(job: SearchJob) -> SearchOutcome:
             short_regime = own.regime_at(geometry.original_length)
             fingerprints["guard_reference"] = regime_json(short_regime)
         depends_on = {**origin.identity, "own_table": own.to_json()}
-        scorer = _Scorer(
+        scorer = JobScorer(
             load=lambda: origin.loaded_with(lambda: load_model(job.model)),
             identity=lambda of, scoring: {**depends_on, **scoring_identity(job.model, of, scoring)},
             store=ScoreStore(run.path / "scores"),
@@ -184,10 +181,10 @@ def search(job: SearchJob) -> SearchOutcome:
         ):
             at: dict[str, RegimeAt] = {name: functools.partial(_constant, regime) for name, regime in regimes.items()}
             at[UNSCALED] = own.regime_at
-            rows += _rows(scorer, windows["held_out"], at, [length], scoring, display, failures)
+            rows += perplexity_rows(scorer, windows["held_out"], at, [length], scoring, display, failures)
         needle_rows: list[NeedleEvaluation] = []
         if needles:
-            needle_rows = _needle_rows(scorer, needles["held_out"], at_target, job.objective, display, failures)
+            needle_rows = needle_rows_of(scorer, needles["held_out"], at_target, job.objective, display, failures)
         if (result.method, job.target_length) not in {(row.method, row.length) for row in rows}:
             raise NothingScoredError(f"the result could not be scored on the held-out windows: {'; '.join(failures)}")
 
@@ -254,7 +251,7 @@ def evaluate(job: EvaluateJob) -> EvaluateOutcome:
     with run.logged(), ProgressDisplay() as display:
         origin = Origin.read(folder, lambda folder: read_bound(folder).checkpoint)
         depends_on = {**origin.identity, "own_table": own.to_json()}
-        scorer = _Scorer(
+        scorer = JobScorer(
             load=lambda: origin.loaded_with(lambda: load_unscaled(folder, rope_config, device=job.device)),
             identity=lambda of, scoring: {**depends_on, **scoring_identity(model_config, of, scoring)},
             store=ScoreStore(run.path / "scores"),
@@ -264,7 +261,7 @@ def evaluate(job: EvaluateJob) -> EvaluateOutcome:
         run.describe(plain(job))
         regimes = comparison_regimes(geometry, target_length, rope_config.regimes, own.regime_at)
         failures: list[str] = []
-        rows = _rows(scorer, windows, regimes, lengths, job.objective, display, failures)
+        rows = perplexity_rows(scorer, windows, regimes, lengths, job.objective, display, failures)
         outcome = EvaluateOutcome(
             run_folder=run.path, rows=rows, failures=failures, last_tokens=job.objective.last_tokens
         )
@@ -284,134 +281,6 @@ def verify(job: VerifyJob) -> VerifyOutcome:
         message = f"{of_run}: {'the same file as' if same else 'another file than'} in {folder.name}/"
         findings = [*findings, Finding(level=VerifyLevel.digest, ok=same, message=message)]
     return VerifyOutcome(folder=folder, findings=findings)
-
-
-@dataclasses.dataclass(kw_only=True)
-class _Scorer:
-    """Scores regimes on windows; loads and proves the model when the first one is asked for."""
-
-    load: Callable[[], LoadedModel]
-    identity: Callable[[Windows, ScoringConfig], dict[str, Any]]
-    store: ScoreStore
-    last_tokens: int | None = None
-
-    @functools.cached_property
-    def loaded(self) -> LoadedModel:
-        loaded = self.load()
-        prove_installable(loaded)
-        # One table for the whole sequence, in chunks too, where the checkpoint's own depends on the length.
-        with installed(loaded, loaded.own.regime_at(loaded.geometry.original_length)):
-            prove_scorer(loaded)
-        _log.info("loaded %s as %s with %s attention", loaded.folder, loaded.dtype, loaded.attention)
-        return loaded
-
-    def prove(self, windows: Iterable[Windows]) -> None:
-        """Load the model now, and raise InputError unless it can be used and knows every token of `windows`.
-
-        For a new run, so that nothing of it is written before.
-        """
-        for each in windows:
-            check_vocabulary(each, self.loaded.model.get_input_embeddings().num_embeddings)
-
-    def score(
-        self,
-        regime: Regime,
-        windows: Windows,
-        scoring: ScoringConfig,
-        spans: Sequence[tuple[int, int]] | None = None,
-    ) -> Score:
-        """Score `windows` under `regime`."""
-        with installed(self.loaded, regime):
-            return score_windows(self.loaded, windows, scoring, spans=spans)
-
-    def differentiate(self, regime: Regime, windows: Windows, window: int, objective: Objective) -> Step:
-        """A gradient step: the objective on one window under `regime`, and its derivatives."""
-        weights = objective.token_weights(windows, window, self.last_tokens)
-        with installed(self.loaded, regime):
-            nats, gradient = window_gradient(self.loaded, windows.token_ids[window], weights, regime.retained_tokens)
-        derivatives = (*gradient.log_factors.tolist(), gradient.log_attention_factor)
-        return Step(window=window, nats_per_token=nats, gradient=derivatives)
-
-    def kept(self, regime: Regime, windows: Windows, scoring: ScoringConfig) -> Score:
-        """As `score`, but a score that the run already holds is read."""
-        depends_on = {**self.identity(windows, scoring), "regime": regime_json(regime)}
-        score = self.store.get(depends_on)
-        if score is None:
-            score = self.score(regime, windows, scoring)
-            self.store.put(depends_on, score)
-        return score
-
-
-def _rows(
-    scorer: _Scorer,
-    windows: Windows,
-    regimes: Mapping[str, RegimeAt],
-    lengths: Sequence[int],
-    scoring: ScoringConfig,
-    display: ProgressDisplay,
-    failures: list[str],
-) -> list[Evaluation]:
-    """The table of perplexities, its progress shown; what could not be scored is added to `failures`."""
-    num_cells = len(lengths) * len(regimes)
-    done: list[Evaluation] = []
-    phase = f"held-out windows of {', '.join(map(str, lengths))} tokens"
-
-    def on_row(row: Evaluation) -> None:
-        done.append(row)
-        display.show(phase, len(done) / num_cells, f"{row.method} at {row.length} tokens: {row.perplexity:.3f}")
-
-    def on_failure(method: str, length: int, error: ScoringError) -> None:
-        failures.append(str(error))
-
-    display.show(phase, 0.0)
-
-    def score(regime: Regime, of: Windows) -> Score:
-        return scorer.kept(regime, of, scoring)
-
-    return perplexity_table(score, windows, regimes, lengths, scoring, on_row, on_failure)
-
-
-def _needles(job: SearchJob, texts: Mapping[str, Windows], tokenizer: Any) -> dict[str, Windows]:
-    """Windows with a needle for every split, its documents the haystacks; none where the objective has none."""
-    scoring = job.objective
-    if not scoring.needle_weight:
-        return {}
-    return {
-        split: needle_windows(of, tokenizer, scoring.needle_depths, scoring.num_needle_windows, job.seed)
-        for split, of in texts.items()
-    }
-
-
-def _objective_windows(
-    objective: Objective, texts: Mapping[str, Windows], needles: Mapping[str, Windows]
-) -> dict[str, Windows]:
-    """What the objective is computed on, and the held-out windows, which are plain text whatever guided the search."""
-
-    def guiding(split: str) -> Windows:
-        if not needles:
-            return texts[split]
-        return texts[split].joined(needles[split]) if objective.needs_text else needles[split]
-
-    return {split: texts[split] if split == "held_out" else guiding(split) for split in texts}
-
-
-def _needle_rows(
-    scorer: _Scorer,
-    needles: Windows,
-    regimes: Mapping[str, Regime],
-    scoring: ScoringConfig,
-    display: ProgressDisplay,
-    failures: list[str],
-) -> list[NeedleEvaluation]:
-    """Each method's row on held-out needles; what could not be scored is added to `failures`."""
-    rows = []
-    for place, (method, regime) in enumerate(regimes.items(), start=1):
-        try:
-            rows.append(needle_row(scorer.kept(regime, needles, scoring), needles, method))
-        except ScoringError as error:
-            failures.append(f"{method} on needles of {needles.length_tokens} tokens: {error}")
-        display.show("held-out needles", place / len(regimes))
-    return rows
 
 
 def _written(run: Path, checkpoint: Path, source: Path, rope_config: RopeConfig, weights: WeightsMode) -> RopeConfig:

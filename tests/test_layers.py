@@ -16,7 +16,7 @@ FLOORS = [
     {"model", "data"},
     {"score", "artifact"},
     {"search", "train", "evaluate", "track"},
-    {"config", "report"},
+    {"config", "report", "scoring"},
     {"pipeline", "demo"},
     {"cli"},
 ]

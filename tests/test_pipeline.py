@@ -476,7 +476,7 @@ def test_no_candidate_can_be_scored(
     def failing(*arguments: Any, **keywords: Any) -> Any:
         raise ScoringError("the nats of window 0 are not finite")
 
-    monkeypatch.setattr("ropesearch.pipeline.score_windows", failing)
+    monkeypatch.setattr("ropesearch.scoring.score_windows", failing)
     assert cli.main(runs.search_words(toy_folder, corpus, tmp_path / "run")) == 3
     assert "none of 16 trials could be scored: the nats of window 0 are not finite" in capsys.readouterr().err
     assert {trial[1].name for trial in runs.trials_of(tmp_path / "run")} == {"FAIL"}

@@ -12,7 +12,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import ropesearch
-from ropesearch import cli, pipeline
+from ropesearch import cli, scoring
 from ropesearch.artifact.config import VerifyLevel
 from ropesearch.artifact.digest import checkpoint_binding
 from ropesearch.artifact.folder import write_checkpoint_folder
@@ -178,14 +178,14 @@ def test_a_guard_is_measured_against_the_checkpoint_on_short_inputs(
     """On both splits against transformers' own loss on the first original_length tokens, whatever table it puts in
     force for them; one short pass a split where that is another than the table for target_length, else none.
     """
-    real, short_passes = pipeline.score_windows, []
+    real, short_passes = scoring.score_windows, []
 
     def watched(loaded: Any, windows: Any, config: Any, spans: Any = None) -> Any:
         if windows.split != "held_out" and windows.length_tokens < runs.TARGET_LENGTH:
             short_passes.append((windows.split, windows.length_tokens))
         return real(loaded, windows, config, spans=spans)
 
-    monkeypatch.setattr(pipeline, "score_windows", watched)
+    monkeypatch.setattr(scoring, "score_windows", watched)
     model, run = write(tmp_path / "model", "llama", rope_type), tmp_path / "run"
     words = [*runs.search_words(model, corpus, run, num_trials=3), f"model.original_length={ORIGINAL_LENGTH}"]
     # The guard does not depend on what is scored for the objective, nor on it that it scores less than short inputs.
@@ -226,7 +226,7 @@ def test_an_own_table_that_varies_and_wins_is_held(
     corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The table for target_length is shipped for all lengths, under a name and with a price of its own."""
-    real = pipeline.score_windows
+    real = scoring.score_windows
 
     def favouring(loaded: Any, windows: Any, config: Any, spans: Any = None) -> Any:
         score = real(loaded, windows, config, spans=spans)
@@ -234,7 +234,7 @@ def test_an_own_table_that_varies_and_wins_is_held(
         wins = torch.equal(table, loaded.own.table_at(runs.TARGET_LENGTH)[0])
         return score if not wins else dataclasses.replace(score, nats=score.nats / 100)
 
-    monkeypatch.setattr(pipeline, "score_windows", favouring)
+    monkeypatch.setattr(scoring, "score_windows", favouring)
     model, run = write(tmp_path / "model", "llama", "longrope"), tmp_path / "run"
     words = [*runs.search_words(model, corpus, run, num_trials=1), f"model.original_length={ORIGINAL_LENGTH}"]
     assert cli.main(words) == 0

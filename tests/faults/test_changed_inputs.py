@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from ropesearch import cli, pipeline
+from ropesearch import cli, pipeline, scoring
 from ropesearch.artifact.digest import checkpoint_binding
 from ropesearch.artifact.schema import RopeConfig
 from ropesearch.model.config import DType, ModelConfig
@@ -73,7 +73,7 @@ CHANGES = [
 
 def stop_at(monkeypatch: pytest.MonkeyPatch, number: int, action: Callable[[], None]) -> None:
     """Do something before the scoring of that number."""
-    score = pipeline.score_windows
+    score = scoring.score_windows
     calls = []
 
     def acting(*arguments: object, **keywords: object) -> object:
@@ -82,7 +82,7 @@ def stop_at(monkeypatch: pytest.MonkeyPatch, number: int, action: Callable[[], N
             action()
         return score(*arguments, **keywords)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(pipeline, "score_windows", acting)
+    monkeypatch.setattr(scoring, "score_windows", acting)
 
 
 def interrupt() -> None:

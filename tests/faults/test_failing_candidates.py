@@ -11,7 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from ropesearch import cli, pipeline
+from ropesearch import cli, scoring
 from ropesearch.artifact.schema import RopeConfig
 from ropesearch.score import scorer
 from tests import runs
@@ -27,7 +27,7 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def broken_for(patch: pytest.MonkeyPatch, methods: set[str], break_nats: Callable[[Any], Any], tokens: int = 0) -> None:
     """What the model gives under the regimes of these methods goes through `break_nats` (from that length on)."""
     now = [""]
-    installed = pipeline.installed
+    installed = scoring.installed
 
     def noted(loaded: Any, regime: Any) -> Any:
         now[0] = regime.name
@@ -40,7 +40,7 @@ def broken_for(patch: pytest.MonkeyPatch, methods: set[str], break_nats: Callabl
         breaks = now[0] in methods and len(token_ids) >= tokens
         return outcome._replace(nats=break_nats(outcome.nats)) if breaks else outcome
 
-    patch.setattr(pipeline, "installed", noted)
+    patch.setattr(scoring, "installed", noted)
     patch.setattr(scorer, "_window_outcome", broken)
 
 
@@ -124,13 +124,13 @@ def test_a_result_that_fails_on_the_held_out_windows_is_no_result(
 ) -> None:
     words = runs.search_words(toy_folder, corpus, tmp_path / "run", 2)
     with monkeypatch.context() as patch:
-        kept = pipeline._Scorer.kept
+        kept = scoring.JobScorer.kept
 
         def failing(self: Any, *arguments: Any) -> Any:
             patch.setattr(scorer, "_window_outcome", lambda *_: scorer._Outcome(np.array([math.nan]), None))
             return kept(self, *arguments)
 
-        patch.setattr(pipeline._Scorer, "kept", failing)
+        patch.setattr(scoring.JobScorer, "kept", failing)
         assert cli.main(words) == 3
     err = capsys.readouterr().err
     assert "the result could not be scored on the held-out windows: " in err and "are not finite" in err

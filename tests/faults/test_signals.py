@@ -17,13 +17,13 @@ from tests import runs
 
 SCORING = """
 import os, sys, time
-from ropesearch import cli, pipeline
-score = pipeline.score_windows
+from ropesearch import cli, scoring
+score = scoring.score_windows
 def slow(*arguments, **keywords):
     os.write(1, b"scoring\\n")
     time.sleep(0.3)
     return score(*arguments, **keywords)
-pipeline.score_windows = slow
+scoring.score_windows = slow
 sys.argv[0] = "ropesearch"
 sys.exit(cli.main())
 """

@@ -8,8 +8,9 @@ from optuna.trial import FrozenTrial, TrialState
 from ropesearch.rope import methods
 from ropesearch.search.blockwise import BlockwiseSampler
 from ropesearch.search.config import BlockwiseConfig, SpaceConfig
-from ropesearch.search.space import Candidate, Space
+from ropesearch.search.space import SEARCHED, Candidate, Space
 from ropesearch.search.spaces import make_space
+from ropesearch.search.trials import CANDIDATE, METHOD, candidate_json
 from tests.search.analytic import TARGET_LENGTH, make_geometry
 from tests.search.test_sampler import trial_of
 
@@ -37,7 +38,8 @@ def run(sampler: BlockwiseSampler, values: list[float | None]) -> list[Candidate
     trials: list[FrozenTrial] = []
     for number, value in enumerate(values):
         state = TrialState.FAIL if value is None else TrialState.COMPLETE
-        trials.append(trial_of(number, sampler.propose(trials, number), value, state))
+        attributes = {CANDIDATE: candidate_json(sampler.propose(trials, number)), METHOD: SEARCHED}
+        trials.append(trial_of(number, attributes, value, state))
     return [*(sampler.propose(trials[:number], number) for number in range(len(values) + 1))]
 
 

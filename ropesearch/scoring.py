@@ -1,0 +1,154 @@
+"""What a job scores and how: regimes on windows, with what is known already read from the run."""
+
+import dataclasses
+import functools
+import logging
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+from ropesearch.data.windows import Windows, check_vocabulary, needle_windows
+from ropesearch.errors import ScoringError
+from ropesearch.evaluate.needle import NeedleEvaluation, needle_row
+from ropesearch.evaluate.perplexity import Evaluation, RegimeAt, perplexity_table
+from ropesearch.model.install import installed, prove_installable
+from ropesearch.model.load import LoadedModel
+from ropesearch.rope.regime import Regime
+from ropesearch.score.config import ScoringConfig
+from ropesearch.score.gradient import window_gradient
+from ropesearch.score.objective import Objective
+from ropesearch.score.score import Score
+from ropesearch.score.scorer import prove_scorer, score_windows
+from ropesearch.score.store import ScoreStore
+from ropesearch.search.trials import Step, regime_json
+from ropesearch.track.progress import ProgressDisplay
+
+_log = logging.getLogger(__name__)
+
+
+@dataclasses.dataclass(kw_only=True)
+class JobScorer:
+    """Scores regimes on windows; loads and proves the model when the first one is asked for."""
+
+    load: Callable[[], LoadedModel]
+    identity: Callable[[Windows, ScoringConfig], dict[str, Any]]
+    store: ScoreStore
+    last_tokens: int | None = None
+
+    @functools.cached_property
+    def loaded(self) -> LoadedModel:
+        loaded = self.load()
+        prove_installable(loaded)
+        # One table for the whole sequence, in chunks too, where the checkpoint's own depends on the length.
+        with installed(loaded, loaded.own.regime_at(loaded.geometry.original_length)):
+            prove_scorer(loaded)
+        _log.info("loaded %s as %s with %s attention", loaded.folder, loaded.dtype, loaded.attention)
+        return loaded
+
+    def prove(self, windows: Iterable[Windows]) -> None:
+        """Load the model now, and raise InputError unless it can be used and knows every token of `windows`.
+
+        For a new run, so that nothing of it is written before.
+        """
+        for each in windows:
+            check_vocabulary(each, self.loaded.model.get_input_embeddings().num_embeddings)
+
+    def score(
+        self,
+        regime: Regime,
+        windows: Windows,
+        scoring: ScoringConfig,
+        spans: Sequence[tuple[int, int]] | None = None,
+    ) -> Score:
+        """Score `windows` under `regime`."""
+        with installed(self.loaded, regime):
+            return score_windows(self.loaded, windows, scoring, spans=spans)
+
+    def differentiate(self, regime: Regime, windows: Windows, window: int, objective: Objective) -> Step:
+        """A gradient step: the objective on one window under `regime`, and its derivatives."""
+        weights = objective.token_weights(windows, window, self.last_tokens)
+        with installed(self.loaded, regime):
+            nats, gradient = window_gradient(self.loaded, windows.token_ids[window], weights, regime.retained_tokens)
+        derivatives = (*gradient.log_factors.tolist(), gradient.log_attention_factor)
+        return Step(window=window, nats_per_token=nats, gradient=derivatives)
+
+    def kept(self, regime: Regime, windows: Windows, scoring: ScoringConfig) -> Score:
+        """As `score`, but a score that the run already holds is read."""
+        depends_on = {**self.identity(windows, scoring), "regime": regime_json(regime)}
+        score = self.store.get(depends_on)
+        if score is None:
+            score = self.score(regime, windows, scoring)
+            self.store.put(depends_on, score)
+        return score
+
+
+def perplexity_rows(
+    scorer: JobScorer,
+    windows: Windows,
+    regimes: Mapping[str, RegimeAt],
+    lengths: Sequence[int],
+    scoring: ScoringConfig,
+    display: ProgressDisplay,
+    failures: list[str],
+) -> list[Evaluation]:
+    """The table of perplexities, its progress shown; what could not be scored is added to `failures`."""
+    num_cells = len(lengths) * len(regimes)
+    done: list[Evaluation] = []
+    phase = f"held-out windows of {', '.join(map(str, lengths))} tokens"
+
+    def on_row(row: Evaluation) -> None:
+        done.append(row)
+        display.show(phase, len(done) / num_cells, f"{row.method} at {row.length} tokens: {row.perplexity:.3f}")
+
+    def on_failure(method: str, length: int, error: ScoringError) -> None:
+        failures.append(str(error))
+
+    display.show(phase, 0.0)
+
+    def score(regime: Regime, of: Windows) -> Score:
+        return scorer.kept(regime, of, scoring)
+
+    return perplexity_table(score, windows, regimes, lengths, scoring, on_row, on_failure)
+
+
+def needles_by_split(
+    scoring: ScoringConfig, texts: Mapping[str, Windows], tokenizer: Any, seed: int
+) -> dict[str, Windows]:
+    """Windows with a needle for every split, its documents the haystacks; none where the objective has none."""
+    if not scoring.needle_weight:
+        return {}
+    return {
+        split: needle_windows(of, tokenizer, scoring.needle_depths, scoring.num_needle_windows, seed)
+        for split, of in texts.items()
+    }
+
+
+def guiding_windows(
+    objective: Objective, texts: Mapping[str, Windows], needles: Mapping[str, Windows]
+) -> dict[str, Windows]:
+    """What the objective is computed on, and the held-out windows, which are plain text whatever guided the search."""
+
+    def guiding(split: str) -> Windows:
+        if not needles:
+            return texts[split]
+        return texts[split].joined(needles[split]) if objective.needs_text else needles[split]
+
+    return {split: texts[split] if split == "held_out" else guiding(split) for split in texts}
+
+
+def needle_rows_of(
+    scorer: JobScorer,
+    needles: Windows,
+    regimes: Mapping[str, Regime],
+    scoring: ScoringConfig,
+    display: ProgressDisplay,
+    failures: list[str],
+) -> list[NeedleEvaluation]:
+    """Each method's row on held-out needles; what could not be scored is added to `failures`."""
+    rows = []
+    for place, (method, regime) in enumerate(regimes.items(), start=1):
+        try:
+            rows.append(needle_row(scorer.kept(regime, needles, scoring), needles, method))
+        except ScoringError as error:
+            failures.append(f"{method} on needles of {needles.length_tokens} tokens: {error}")
+        display.show("held-out needles", place / len(regimes))
+    return rows
