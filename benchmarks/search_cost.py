@@ -116,7 +116,7 @@ class Bench:
         with installed(self.loaded, regime):
             return score_windows(self.loaded, self.windows[split], ScoringConfig())
 
-    def step(self, regime: Regime, window: int) -> Step:
+    def step(self, regime: Regime, window: int, guard_weight: float) -> Step:
         """As a search takes gradients."""
         search = self.windows["search"]
         weights = Objective().token_weights(search, window, None)

@@ -149,7 +149,9 @@ def search(job: SearchJob) -> SearchOutcome:
             run.path,
             sampler,
             lambda regime, split: scorer.score(regime, windows[split], job.objective, objective.spans),
-            differentiate=lambda regime, window: scorer.differentiate(regime, windows["search"], window, objective),
+            differentiate=lambda regime, window, guard_weight: scorer.differentiate(
+                regime, windows["search"], window, objective, guard_weight
+            ),
             baselines=baselines,
             cost_tokens=cost_tokens,
             step_cost_tokens=step_cost_tokens,

@@ -63,9 +63,11 @@ class JobScorer:
         with installed(self.loaded, regime):
             return score_windows(self.loaded, windows, scoring, spans=spans)
 
-    def differentiate(self, regime: Regime, windows: Windows, window: int, objective: Objective) -> Step:
+    def differentiate(
+        self, regime: Regime, windows: Windows, window: int, objective: Objective, guard_weight: float
+    ) -> Step:
         """A gradient step: the objective on one window under `regime`, and its derivatives."""
-        weights = objective.token_weights(windows, window, self.last_tokens)
+        weights = objective.token_weights(windows, window, self.last_tokens, guard_weight)
         with installed(self.loaded, regime):
             nats, gradient = window_gradient(self.loaded, windows.token_ids[window], weights, regime.retained_tokens)
         derivatives = (*gradient.log_factors.tolist(), gradient.log_attention_factor)

@@ -1,13 +1,11 @@
 """The way through a model, in two parts: to the hidden states, and from these to the logits, piece by piece."""
 
-import contextlib
 import inspect
-from collections.abc import Iterator
 from typing import Any
 
 import torch
 
-from ropesearch.errors import InputError, ScoringError
+from ropesearch.errors import InputError
 
 # Logits that exist at once, as float32. A processor wants at least so many rows in one product, or it reads the head's
 # weights too often; the loss of a few at a time then stays in its caches. An accelerator wants long pieces of both.
@@ -72,18 +70,6 @@ def is_out_of_memory(error: Exception) -> bool:
     """Whether an error says that memory does not suffice: torch has several kinds for it."""
     text = str(error).lower()
     return isinstance(error, MemoryError) or any(known in text for known in _OUT_OF_MEMORY_TEXTS)
-
-
-@contextlib.contextmanager
-def out_of_memory(what: str) -> Iterator[None]:
-    """Within the block an error that says that memory does not suffice for `what` is a ScoringError."""
-    try:
-        yield
-    except (RuntimeError, MemoryError) as error:
-        if not is_out_of_memory(error):
-            raise
-        reason = str(error).strip().partition("\n")[0] or type(error).__name__
-        raise ScoringError(f"out of memory with {what}: {reason}") from None
 
 
 def _base(model: Any) -> Any:

@@ -19,7 +19,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from ropesearch.errors import ScoringError
 from ropesearch.model.adjoint import RegimeGradient, recorded_rows
-from ropesearch.score.forward import hidden_states_of, logits_of, num_head_rows, out_of_memory
+from ropesearch.score.forward import hidden_states_of, is_out_of_memory, logits_of, num_head_rows
 
 if TYPE_CHECKING:
     from ropesearch.model.load import LoadedModel
@@ -36,15 +36,19 @@ def window_gradient(
 
     `token_ids` (length,); `weights` (length,) of the nats of each token, of which the first is never predicted.
     `retained_tokens` are those of the installed regime. Raises ScoringError when the sum or a derivative is not finite,
-    and when memory does not suffice.
+    when memory does not suffice, and when the model has an operation without derivative.
     """
     ids = torch.from_numpy(token_ids.astype(np.int64))
-    with out_of_memory("a gradient over a whole window"), torch.enable_grad(), _recomputed(loaded.model):
-        with recorded_rows(loaded, retained_tokens) as recorded:
+    try:
+        with torch.enable_grad(), _recomputed(loaded.model), recorded_rows(loaded, retained_tokens) as recorded:
             hidden_states = hidden_states_of(loaded.model, ids, None)
             nats, by_hidden_states = _head(loaded.model, hidden_states.detach(), ids, weights)
             hidden_states.backward(by_hidden_states)
-        gradient = recorded.gradient()
+            gradient = recorded.gradient()
+    except (RuntimeError, MemoryError) as error:  # NotImplementedError, an operation without derivative, is one too
+        what = "out of memory with" if is_out_of_memory(error) else "this model does not give"
+        reason = str(error).strip().partition("\n")[0] or type(error).__name__
+        raise ScoringError(f"{what} a gradient over a whole window: {reason}") from None
     derivatives = [*gradient.log_factors.tolist(), gradient.log_attention_factor]
     if not all(math.isfinite(value) for value in (nats, *derivatives)):
         raise ScoringError(f"a gradient is not finite: nats {nats}, derivatives {derivatives}")

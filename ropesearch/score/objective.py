@@ -93,9 +93,12 @@ class Objective:
         weighted = math.fsum(part.weight * span_nats_per_token(score, part.start, part.length) for part in self.parts)
         return weighted / math.fsum(part.weight for part in self.parts)
 
-    def token_weights(self, windows: "Windows", index: int, last_tokens: int | None) -> NDArray[np.float64]:
+    def token_weights(
+        self, windows: "Windows", index: int, last_tokens: int | None, guard_weight: float = 0.0
+    ) -> NDArray[np.float64]:
         """The weights, float64 (length,), of the nats of each token of a window: the mean over all windows of the
-        weighted sums is `value`. `last_tokens` as in the configuration, None for all but the first token.
+        weighted sums is `value`, plus `guard_weight` times the nats per token of the guarded tokens. `last_tokens` as
+        in the configuration, None for all but the first token.
         """
         length_tokens = windows.length_tokens
         weights = np.zeros(length_tokens)
@@ -112,6 +115,9 @@ class Objective:
         for part in parts:
             first = max(part.start, 1)  # nothing predicts the first token
             weights[first : part.length] += share * part.weight / total / (part.length - first)
+        if self.guarded_tokens is not None:
+            of_text = windows.num_windows / (windows.num_windows - len(answers))
+            weights[1 : self.guarded_tokens] += guard_weight * of_text / (self.guarded_tokens - 1)
         return weights
 
     def excess_nats(self, score: Score, unscaled: Score | None) -> float | None:

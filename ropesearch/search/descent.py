@@ -97,6 +97,12 @@ class Descent:
         self._point = self._projected(moved)
         self._points.append(self._point)
 
+    def forget(self) -> None:
+        """Go on from here with another objective: what was found on the windows says nothing of it."""
+        self._seen.clear()
+        self._promised = self._gained = 0.0
+        self._num_revisits = 0
+
     def _compare(self, before: "_Visit", now: "_Visit") -> None:
         self._promised += float(before.gradient @ (before.point - now.point))
         self._gained += before.nats_per_token - now.nats_per_token

@@ -12,7 +12,17 @@ from ropesearch.search.descent import Descent
 from ropesearch.search.evolution import offspring
 from ropesearch.search.sampler import CandidateSampler, Past, StepAsked, known_candidates
 from ropesearch.search.space import Candidate, Space
-from ropesearch.search.trials import METHOD, NUM_STEPS, PLAN, rank, ranked, recorded_regime, recorded_steps
+from ropesearch.search.trials import (
+    GUARD_WEIGHT,
+    METHOD,
+    NUM_STEPS,
+    PLAN,
+    rank,
+    ranked,
+    recorded_regime,
+    recorded_steps,
+    violation,
+)
 
 # A descent ends when its steps have become this much shorter than the first.
 _LEAST_PART = 0.1
@@ -29,6 +39,9 @@ class GradientSampler(CandidateSampler):
     is a leg of a descent: as many gradient steps as there are windows, each on one of them, then the mean of the last
     iterates, on the grid, as the candidate. So only full windows make a score, and a step's derivatives are kept in its
     trial: the descent is replayed from the study for every proposal, and goes on wherever it was stopped.
+
+    Where the objective has a guard, a descent that breaks it takes its short tokens into what it descends by, with a
+    weight that doubles while it is broken.
 
     A descent ends when its steps have become short, when a leg has failed, or when it is worse than the first descent
     was after as many legs. The next one begins at the next best start, up to `num_starts`. With several workers, one
@@ -54,6 +67,7 @@ class GradientSampler(CandidateSampler):
         config.check()
         self.config = config
         self._start_names = {regime.name for regime in seeds}
+        self._start_candidates = list(dict.fromkeys(space.repair(regime) for regime in seeds))
         self._num_windows = num_windows
 
     @property
@@ -73,12 +87,14 @@ class GradientSampler(CandidateSampler):
                 chains.setdefault(trial.user_attrs[PLAN][_CHAIN], []).append(trial)
         for chain, legs in sorted(chains.items()):
             if self._goes_on(trials, legs, chains[0] if chain else legs):
-                return {**legs[0].user_attrs[PLAN], _LEGS: [leg.number for leg in legs]}
+                numbers = [leg.number for leg in legs]
+                return {**legs[0].user_attrs[PLAN], _LEGS: numbers, GUARD_WEIGHT: _guard_weight(legs)}
         used = {legs[0].user_attrs[PLAN][_START] for legs in chains.values()}
         starts = [trial for trial in ranked(trials) if trial.user_attrs[METHOD] in self._start_names]
         left = [trial.number for trial in starts if trial.number not in used]
         if left and len(chains) < self.config.num_starts:
-            return {_CHAIN: len(chains), _START: left[0], _LEGS: [], NUM_STEPS: self._num_windows}
+            first = {_CHAIN: len(chains), _START: left[0], NUM_STEPS: self._num_windows}
+            return {**first, _LEGS: [], GUARD_WEIGHT: 0.0}
         return None
 
     def _goes_on(
@@ -106,7 +122,7 @@ class GradientSampler(CandidateSampler):
         if len(steps) >= plan[NUM_STEPS]:
             return None
         descent = self._replayed(trials, plan, [*plan[_LEGS], number])
-        return StepAsked(len(steps), descent.regime, descent.window)
+        return StepAsked(len(steps), descent.regime, descent.window, plan[GUARD_WEIGHT])
 
     def propose(self, trials: Sequence[FrozenTrial], number: int) -> Candidate:
         """As all samplers; the candidate of a leg is the mean of its descent's last iterates."""
@@ -117,7 +133,7 @@ class GradientSampler(CandidateSampler):
         return self._new(self.space.repair(average), known_candidates(trials, number))
 
     def _draw(self, past: Past, index: int, rng: np.random.Generator) -> Candidate:
-        ranked = [entry.candidate for entry in past.scored[:_NUM_PARENTS]]
+        ranked = [entry.candidate for entry in past.scored[:_NUM_PARENTS]] or self._start_candidates
         if not ranked:
             ranked = [self.space.decode(np.ones(self.space.num_dimensions))]
         return offspring(self.space, ranked, past.known, index % 2 == 1, _MUTATION_PROBABILITY, rng)
@@ -125,7 +141,17 @@ class GradientSampler(CandidateSampler):
     def _replayed(self, trials: Sequence[FrozenTrial], plan: dict[str, Any], legs: Sequence[int]) -> Descent:
         start = recorded_regime(trials[plan[_START]], self.space.target_length)
         descent = Descent(self.space, start, self._num_windows, self._seed, plan[_CHAIN])
+        guard_weight = 0.0
         for leg in legs:
+            before, guard_weight = guard_weight, trials[leg].user_attrs.get(PLAN, plan)[GUARD_WEIGHT]
+            if guard_weight != before:
+                descent.forget()
             for step in recorded_steps(trials[leg]):
                 descent.advance(step)
         return descent
+
+
+def _guard_weight(legs: Sequence[FrozenTrial]) -> float:
+    """The weight of the short tokens of an objective's guard in the next leg: more with every leg that broke it."""
+    num_broken = sum(violation(leg) > 0 for leg in legs)
+    return 2.0 ** (num_broken - 1) if num_broken else 0.0

@@ -49,11 +49,12 @@ class Past:
 
 
 class StepAsked(NamedTuple):
-    """A gradient step that is asked for: its place among those of the trial, the regime, and the search window."""
+    """A gradient step that is asked for: its place in the trial, regime, search window, and the guard's weight."""
 
     place: int
     regime: Regime
     window: int
+    guard_weight: float
 
 
 class CandidateSampler(BaseSampler):

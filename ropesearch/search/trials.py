@@ -17,6 +17,7 @@ OWNER = "owner"  # id of the worker that scores it
 METHOD = "method"  # "searched" or the baseline's name
 CANDIDATE = "candidate"  # searched trials: [factor_steps, attention_steps, retained_tokens] in grid steps
 NUM_STEPS = "num_steps"  # in a plan: how many gradient steps come first
+GUARD_WEIGHT = "guard_weight"  # in a plan: the weight of the guard's tokens in the objective that its steps follow
 REGIME = "regime"  # the regime that is scored: factors, attention_factor, retained_tokens
 SECONDS = "seconds"  # that the scoring took
 COST = "num_forward_equivalent_tokens"  # that the scoring took; 0 where a score was reused

@@ -54,7 +54,7 @@ from ropesearch.search.trials import (
 
 SEARCH = "search"
 
-Differentiate = Callable[[Regime, int], Step]
+Differentiate = Callable[[Regime, int, float], Step]
 
 _POLL_SECONDS = 0.2
 _NATS_PER_TOKEN = Objective()
@@ -137,11 +137,11 @@ def run_search(
     `baselines`, with distinct names, are the first trials, as many as the sampler was told. `evaluate(regime, split)`
     scores a regime on the "search" or "selection" windows and raises ScoringError when it cannot; a score on the search
     windows costs `cost_tokens` forward-equivalent tokens, and `objective` makes a value of it. `differentiate(regime,
-    window)` gives the objective on one search window and its derivatives, for samplers that ask for them, and raises
-    ScoringError likewise; it costs `step_cost_tokens`. A guard of the objective is a constraint of the trial, measured
-    against trial 0, the unscaled model, or against what `guard_reference(split)` scores (or raises ScoringError for):
-    once for each split, kept in the study, in no budget. For `fingerprints` see `open_study`. A finished search is only
-    read.
+    window, guard_weight)` gives the objective on one search window, with the tokens of its guard added by a weight, and
+    its derivatives, for samplers that ask for them, and raises ScoringError likewise; it costs `step_cost_tokens`. A
+    guard of the objective is a constraint of the trial, measured against trial 0, the unscaled model, or against what
+    `guard_reference(split)` scores (or raises ScoringError for): once for each split, kept in the study, in no budget.
+    For `fingerprints` see `open_study`. A finished search is only read.
 
     Raises:
         InputError: the folder holds another search or a damaged one, or a limit is out of range.
@@ -322,7 +322,7 @@ class _Worker:
             try:
                 if self.differentiate is None:
                     raise ScoringError("no gradients are given to this search")
-                step = self.differentiate(asked.regime, asked.window)
+                step = self.differentiate(asked.regime, asked.window, asked.guard_weight)
                 found: dict[str, Any] = {step_key(asked.place): step.to_json()}
             except ScoringError as error:
                 found = {FAILURE: str(error)}

@@ -81,7 +81,7 @@ def evaluate(regime: Regime, split: str) -> Score:
     return make_score((1.0 if split == "search" else 1.5) + distance(regime))
 
 
-def differentiate(regime: Regime, window: int) -> Step:
+def differentiate(regime: Regime, window: int, guard_weight: float = 0.0) -> Step:
     """As `evaluate` on one of the two windows, which differ by a slope; some regimes, known by their values, fail."""
     if round(1e6 * sum(regime.factors)) % 13 == 0:
         raise ScoringError("a gradient is not finite")
@@ -119,12 +119,12 @@ def run(
 def main(folder: str, num_trials: str, delay: str, optimizer: str = "evolution") -> None:
     calls = os.open(Path(folder) / "calls", os.O_WRONLY | os.O_APPEND | os.O_CREAT)
 
-    def slow(function: Callable[[Regime, Any], Any], regime: Regime, of: str | int) -> Any:
+    def slow(function: Callable[..., Any], regime: Regime, of: str | int, *rest: float) -> Any:
         key = f"{of} {regime.factors} {regime.attention_factor}"
         os.write(calls, f"begin {key}\n".encode())
         time.sleep(float(delay))
         try:
-            return function(regime, of)
+            return function(regime, of, *rest)
         finally:
             os.write(calls, f"end {key}\n".encode())
 

@@ -41,7 +41,7 @@ class Bowl:
     def excess(self, regime: Regime) -> float:
         return float(0.5 * self.curvature @ (logs_of(regime) - self.aim) ** 2)
 
-    def step(self, regime: Regime, window: int) -> Step:
+    def step(self, regime: Regime, window: int, guard_weight: float = 0.0) -> Step:
         off = logs_of(regime) - self.aim
         value = 2.0 + self.excess(regime) + float(self.slopes[window] @ off)
         return Step(
@@ -97,7 +97,7 @@ def test_steps_shrink_where_windows_contradict_each_other() -> None:
     assert descent.part_of_first_length > 1
     slopes = np.where(np.arange(NUM_WINDOWS) % 2, 1.0, -1.0)
 
-    def contradicting(regime: Regime, window: int) -> Step:
+    def contradicting(regime: Regime, window: int, guard_weight: float = 0.0) -> Step:
         off = logs_of(regime) - AIM
         slope = 0.1 * slopes[window] * np.ones(17)
         # A bowl beside the noise: moving has a price.
@@ -114,7 +114,7 @@ def test_rugged_fast_pairs_do_not_lead_the_others_astray() -> None:
     frequencies = SPACE.geometry.inverse_frequencies() * TARGET_LENGTH
     bowl = Bowl(EVEN, 0.01)
 
-    def rugged(regime: Regime, window: int) -> Step:
+    def rugged(regime: Regime, window: int, guard_weight: float = 0.0) -> Step:
         step = bowl.step(regime, window)
         logs = logs_of(regime)[:-1]
         angles = frequencies * np.exp(-logs)
@@ -162,7 +162,7 @@ def test_a_replay_gives_the_same_point_bit_for_bit() -> None:
     bowl = Bowl(STEEP, 0.3)
     steps: list[Step] = []
 
-    def noted(regime: Regime, window: int) -> Step:
+    def noted(regime: Regime, window: int, guard_weight: float = 0.0) -> Step:
         steps.append(bowl.step(regime, window))
         return steps[-1]
 

@@ -28,7 +28,7 @@ LEG_TOKENS = SCORE_TOKENS + NUM_WINDOWS * STEP_TOKENS
 Differentiate = Callable[[Regime, int], Step]
 
 
-def smooth(regime: Regime, window: int) -> Step:
+def smooth(regime: Regime, window: int, guard_weight: float = 0.0) -> Step:
     """`differentiate` without failures."""
     try:
         return differentiate(regime, window)
@@ -106,7 +106,7 @@ def test_costs_are_those_of_the_steps_and_the_score(uninterrupted: tuple[SearchR
 def test_seconds_are_added_up_over_steps(tmp_path: Path) -> None:
     spent: list[float] = []
 
-    def slow(regime: Regime, window: int) -> Step:
+    def slow(regime: Regime, window: int, guard_weight: float = 0.0) -> Step:
         started = time.perf_counter()
         time.sleep(0.02)
         step = smooth(regime, window)
@@ -128,7 +128,7 @@ def test_it_comes_to_the_optimum(tmp_path: Path) -> None:
 def test_a_failed_step_is_a_state_and_ends_its_descent(tmp_path: Path) -> None:
     calls: list[int] = []
 
-    def failing(regime: Regime, window: int) -> Step:
+    def failing(regime: Regime, window: int, guard_weight: float = 0.0) -> Step:
         calls.append(window)
         if len(calls) == 4:
             raise ScoringError("out of memory with a gradient over a whole window: 2 GiB")
@@ -168,13 +168,13 @@ def dying(num_calls: int, made: Counter[str]) -> tuple[Callable[[Regime, str], A
     """Scoring and gradient steps of a worker that dies within call `num_calls`; `made` counts those that end."""
     left = [num_calls]
 
-    def counted(function: Callable[[Regime, Any], Any]) -> Callable[[Regime, Any], Any]:
-        def call(regime: Regime, of: Any) -> Any:
+    def counted(function: Callable[..., Any]) -> Callable[..., Any]:
+        def call(regime: Regime, of: Any, *rest: Any) -> Any:
             left[0] -= 1
             if left[0] < 0:
                 raise Killed
             made[f"{of} {regime.factors} {regime.attention_factor} {regime.name}"] += 1
-            return function(regime, of)
+            return function(regime, of, *rest)
 
         return call
 
