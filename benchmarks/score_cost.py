@@ -6,7 +6,7 @@ One window of random tokens, a random Llama in float32, one core. Every measurem
 the libraries and the model are there, so that its peak is its own; the two methods take turns, and whose turn is first
 alternates. A process that grows past the limit is ended, and what it held then is reported. Ratios are of neighbouring
 runs, ropesearch's over transformers'. Last, a window of 131,072 tokens in chunks. OUT (by default benchmarks/results)
-gets score_cost.json and score_cost.md. About a quarter of an hour with nothing else at work.
+gets score_cost.json and score_cost.md.
 """
 
 import argparse
