@@ -386,7 +386,7 @@ def best_of(name: str, space_name: str, num_trials: int) -> list[float]:
         ("cmaes", "longrope", 110),
         ("evolution", "longrope2", 100),
         ("gradient", "longrope", 20),
-        ("gradient", "longrope2", 20),
+        ("gradient", "longrope2", 32),
         pytest.param("evolution", "piecewise", 200, marks=pytest.mark.slow),
         pytest.param("tpe", "piecewise", 160, marks=pytest.mark.slow),
         pytest.param("cmaes", "piecewise", 160, marks=pytest.mark.slow),
