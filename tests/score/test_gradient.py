@@ -152,7 +152,7 @@ def test_layers_are_computed_again_instead_of_kept(toy_loaded: LoadedModel, monk
 
 @pytest.mark.parametrize("model_type", ["deepseek_v2", "moshi", "phimoe", "gpt_oss", "falcon", "qwen3_next"])
 def test_families_equal_the_whole_model_at_once(model_type: str, tmp_path: Path) -> None:
-    """Mixtures of experts, one rotary module in each layer, complex rows: computed again, after a score."""
+    """Mixtures of experts, one rotary module in each layer, complex rows: computed again after a score."""
     loaded = walk.load(tiny_models.write_tiny_model(tmp_path / "source", model_type))
     regime = walk.searched(loaded.geometry, retained_tokens=3)
     layers = [layer for layer in loaded.model.modules() if isinstance(layer, Layer)]
