@@ -1,7 +1,8 @@
 """An objective without a model, and a worker process on it.
 
 `python -m tests.search.analytic FOLDER NUM_TRIALS DELAY [OPTIMIZER]`: the worker appends a line to FOLDER/calls for
-every scoring or gradient step that it begins and for every one that it ends.
+every scoring or gradient step that it begins and for every one that it ends, and one, "ready", before it waits for
+FOLDER/hold to be taken away.
 """
 
 import math
@@ -128,6 +129,9 @@ def main(folder: str, num_trials: str, delay: str, optimizer: str = "evolution")
         finally:
             os.write(calls, f"end {key}\n".encode())
 
+    os.write(calls, b"ready\n")
+    while (Path(folder) / "hold").exists():
+        time.sleep(0.01)
     run(
         Path(folder),
         int(num_trials),

@@ -77,6 +77,18 @@ def test_it_reaches_the_optimum_whatever_the_first_length(
     assert bowl.excess(descent.average) < 0.1 * bowl.excess(LINEAR)
 
 
+@pytest.mark.parametrize("noise", [0.0, 0.1])
+@pytest.mark.parametrize("name", BOWLS)
+def test_its_steps_become_short_at_the_optimum(name: str, noise: float) -> None:
+    """A tenth of the first length, where a search by gradients ends a descent, within 24 passes."""
+    bowl = Bowl(BOWLS[name], noise)
+    descent = Descent(SPACE, LINEAR, NUM_WINDOWS, seed=0, chain=0)
+    while descent.part_of_first_length > 0.1:
+        assert descent.num_steps < 24 * NUM_WINDOWS
+        descent.advance(bowl.step(descent.regime, descent.window))
+    assert bowl.excess(descent.average) < 0.1 * bowl.excess(LINEAR)
+
+
 def test_the_average_is_that_of_the_last_third_in_logs() -> None:
     bowl = Bowl(EVEN, 0.05)
     descent = Descent(SPACE, LINEAR, NUM_WINDOWS, seed=0, chain=0)

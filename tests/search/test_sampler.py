@@ -399,7 +399,7 @@ def best_of(name: str, space_name: str, num_trials: int) -> list[float]:
         ("blockwise", "longrope", 110),
         ("evolution", "longrope2", 100),
         ("gradient", "longrope", 20),
-        ("gradient", "longrope2", 20),
+        ("gradient", "longrope2", 32),
         ("blockwise", "longrope2", 60),
         ("blockwise", "piecewise", 110),
         pytest.param("evolution", "piecewise", 200, marks=pytest.mark.slow),
