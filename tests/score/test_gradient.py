@@ -233,6 +233,6 @@ def test_a_model_without_derivatives_is_said_to_be_that(toy_loaded: LoadedModel)
         raise RuntimeError("mat1 and mat2 shapes cannot be multiplied")
 
     handle = toy_loaded.model.model.layers[0].register_forward_hook(broken)
-    with pytest.raises(ScoringError, match="^this model does not give a gradient over a whole window: mat1 and mat2"):
+    with pytest.raises(ScoringError, match=r"^this model does not give a gradient over a whole window: mat1 and mat2"):
         gradient_of(toy_loaded)
     handle.remove()
