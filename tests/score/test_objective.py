@@ -123,6 +123,20 @@ def test_a_guard_beside_needles_needs_the_first_tokens_of_plain_text_only() -> N
         objective.excess_nats(answers, NEEDLES)  # type: ignore[arg-type]
 
 
+def test_the_second_objective_comes_from_the_same_score() -> None:
+    objective = objective_of(ScoringConfig(two_objectives=True), 16, 4)
+    assert objective.spans == [(0, 16), (0, 4)] and objective.num_values == 2
+    assert objective.values(SCORE) == [69 / 30, 9 / 6]
+    assert objective.to_json()["short_tokens"] == 4 and Objective().to_json()["short_tokens"] is None
+    assert objective.to_text().endswith("at 16 tokens; second objective: nats per token of the first 4 tokens")
+    one = objective_of(ScoringConfig(), 16, 4)
+    assert one.num_values == 1 and one.values(SCORE) == [69 / 30]
+    config = ScoringConfig(two_objectives=True, needle_weight=1.0, max_short_perplexity_increase=0.05)
+    needles = objective_of(config, 16, 4)
+    assert needles.spans == [(0, 4)] and needles.needs_text and needles.guarded_tokens == 4
+    assert needles.values(NEEDLES) == [10 / 4, 9 / 6]
+
+
 @pytest.mark.parametrize(
     ("config", "message"),
     [
@@ -219,7 +233,15 @@ def test_weighted_tokens_have_the_objective_for_their_mean(data: st.DataObject, 
         block_edges=np.arange(length + 1),
         answered=tuple(True if start else None for start in starts) if config.needle_weight else (),
     )
-    weights = [objective.token_weights(windows, index, config.last_tokens) for index in range(len(starts))]
+    guard_weight = data.draw(st.sampled_from([0.0, 0.5, 4.0]))
+    weights = [
+        objective.token_weights(windows, index, config.last_tokens, guard_weight) for index in range(len(starts))
+    ]
     assert all(each.dtype == np.float64 and each.shape == (length,) and each[0] == 0 for each in weights)
     weighted = np.mean([each @ row for each, row in zip(weights, nats, strict=True)])
-    assert weighted == pytest.approx(objective.value(score), rel=1e-12)
+    expected = objective.value(score)
+    if objective.guarded_tokens is not None:
+        text = score.of_windows(with_answer=False)
+        assert text is not None
+        expected += guard_weight * span_nats_per_token(text, 0, objective.guarded_tokens)
+    assert weighted == pytest.approx(expected, rel=1e-12)
