@@ -233,7 +233,15 @@ def test_weighted_tokens_have_the_objective_for_their_mean(data: st.DataObject, 
         block_edges=np.arange(length + 1),
         answered=tuple(True if start else None for start in starts) if config.needle_weight else (),
     )
-    weights = [objective.token_weights(windows, index, config.last_tokens) for index in range(len(starts))]
+    guard_weight = data.draw(st.sampled_from([0.0, 0.5, 4.0]))
+    weights = [
+        objective.token_weights(windows, index, config.last_tokens, guard_weight) for index in range(len(starts))
+    ]
     assert all(each.dtype == np.float64 and each.shape == (length,) and each[0] == 0 for each in weights)
     weighted = np.mean([each @ row for each, row in zip(weights, nats, strict=True)])
-    assert weighted == pytest.approx(objective.value(score), rel=1e-12)
+    expected = objective.value(score)
+    if objective.guarded_tokens is not None:
+        text = score.of_windows(with_answer=False)
+        assert text is not None
+        expected += guard_weight * span_nats_per_token(text, 0, objective.guarded_tokens)
+    assert weighted == pytest.approx(expected, rel=1e-12)

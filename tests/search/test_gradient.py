@@ -9,7 +9,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 from optuna.trial import FrozenTrial, TrialState
 
@@ -19,7 +18,8 @@ from ropesearch.search.config import BudgetConfig, GradientConfig
 from ropesearch.search.study import JOURNAL_NAME
 from ropesearch.search.trials import COST, FAILURE, METHOD, OWNER, PLAN, SECONDS, Step, ranked, recorded_steps
 from ropesearch.search.worker import SearchResult
-from tests.search.analytic import BASELINES, NUM_WINDOWS, differentiate, distance, evaluate, run
+from tests.search.analytic import BASELINES, NUM_WINDOWS, differentiate, distance, evaluate, make_sampler, run
+from tests.search.test_sampler import changed, trial_of
 from tests.search.test_worker import Killed, contents, same, study_of
 
 GRADIENT = GradientConfig()
@@ -43,7 +43,7 @@ def scored(regime: Regime, split: str) -> Any:
 
 
 def descend(folder: Path, num_trials: int = 20, **changes: Any) -> SearchResult:
-    return run(folder, num_trials, **({"optimizer": GRADIENT} | changes))
+    return run(folder, num_trials, **({"optimizer": GRADIENT, "score": scored} | changes))
 
 
 def trials_of(folder: Path) -> list[FrozenTrial]:
@@ -79,7 +79,9 @@ def test_descents_begin_at_the_best_of_the_baselines(uninterrupted: tuple[Search
             assert trial.user_attrs[PLAN]["num_steps"] == NUM_WINDOWS
         assert all(leg.state is TrialState.COMPLETE for leg in each[:-1])
     num_legs = sum(map(len, legs.values()))
-    assert 0 < num_legs < 20  # and a polish follows
+    assert 4 < num_legs < 20  # and a polish follows
+    failed = [leg for each in legs.values() for leg in each if leg.state is TrialState.FAIL]
+    assert [leg.user_attrs[FAILURE] for leg in failed] == ["a gradient is not finite"]
     assert all(PLAN not in trial.user_attrs for trial in trials[-3:])
 
 
@@ -178,7 +180,7 @@ def dying(num_calls: int, made: Counter[str]) -> tuple[Callable[[Regime, str], A
 
         return call
 
-    return counted(evaluate), counted(differentiate)
+    return counted(scored), counted(differentiate)
 
 
 def test_killed_within_any_step_it_goes_on_as_if_nothing_had_happened(
@@ -266,9 +268,6 @@ def test_two_workers_take_two_starts_and_a_dead_ones_leg_is_adopted(tmp_path: Pa
 
 def test_a_worker_that_finds_a_descent_at_work_begins_the_next(uninterrupted: tuple[SearchResult, Path]) -> None:
     """And goes on with neither when all starts are taken."""
-    from tests.search.analytic import make_sampler
-    from tests.search.test_sampler import changed
-
     trials = trials_of(uninterrupted[1])[:5]
     trials[4] = changed(trials[4], None, TrialState.RUNNING)
     sampler = make_sampler(optimizer=GRADIENT)
@@ -278,4 +277,36 @@ def test_a_worker_that_finds_a_descent_at_work_begins_the_next(uninterrupted: tu
     other = changed(trials[4], None, TrialState.RUNNING)
     other.number, other.user_attrs = 5, {METHOD: "searched", PLAN: plan}
     assert sampler.plan([*trials, other], 6) is None
-    assert np.isfinite(trials[1].values[0])
+
+
+def test_a_broken_guard_weighs_more_with_every_leg(uninterrupted: tuple[SearchResult, Path]) -> None:
+    """The weight is that of the next leg's steps, and what was found under another weight is forgotten."""
+    trials = trials_of(uninterrupted[1])
+    sampler = make_sampler(optimizer=GRADIENT)
+    first, second = trials[4], trials[5]
+    kept = trials[:5]
+    assert [trial.number for trial in legs_of(trials)[0]][:2] == [4, 5]
+    plan = sampler.plan(kept, 5)
+    assert plan is not None and (plan["legs"], plan["guard_weight"]) == ([4], 0.0)
+    free = sampler.next_step([*kept, trial_of(5, {PLAN: plan}, None, TrialState.RUNNING)], 5)
+    broken = [*trials[:4], trial_of(4, first.user_attrs, first.value, excess=0.01)]
+    plan = sampler.plan(broken, 5)
+    assert plan is not None and (plan["legs"], plan["guard_weight"]) == ([4], 1.0)
+    asked = sampler.next_step([*broken, trial_of(5, {PLAN: plan}, None, TrialState.RUNNING)], 5)
+    assert asked is not None and free is not None
+    assert (asked.guard_weight, free.guard_weight) == (1.0, 0.0)
+    assert (asked.place, asked.window) == (0, free.window)
+    carried = {**second.user_attrs, PLAN: plan}
+    broken.append(trial_of(5, carried, second.value, excess=0.02))
+    plan = sampler.plan(broken, 6)
+    assert plan is not None and (plan["chain"], plan["legs"], plan["guard_weight"]) == (0, [4, 5], 2.0)
+
+
+def test_a_descent_goes_on_while_it_is_no_worse_than_the_first_was(uninterrupted: tuple[SearchResult, Path]) -> None:
+    trials = trials_of(uninterrupted[1])
+    first, other = (legs[0] for legs in legs_of(trials).values())
+    sampler = make_sampler(optimizer=GRADIENT)
+    before, number = trials[: other.number], other.number + 1
+    assert sampler.plan([*before, changed(other, first.values[0] + 1e-6)], number) is None
+    plan = sampler.plan([*before, changed(other, first.values[0])], number)
+    assert plan is not None and (plan["chain"], plan["legs"]) == (1, [other.number])
