@@ -15,7 +15,8 @@ from ropesearch.seeding import stream
 # factor moves a tenth of that, as YaRN's 1 + 0.1 ln ratio does.
 _FIRST_PART = 0.05
 _ATTENTION_PART = 0.1
-# A first step turns the angle at the window's end by no more than this: beyond, a derivative says nothing of the loss.
+# A first step turns the angle at the end of a window by no more than this, before the projection: beyond, a derivative
+# says nothing of the loss.
 _TURN_RADIANS = 3.0
 # What a visit of the same windows has gained, over what their derivatives had promised: a parabola gives 1 for small
 # steps and 1/2 at its minimum. Between the two bounds the steps are right.

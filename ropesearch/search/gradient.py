@@ -75,6 +75,11 @@ class GradientSampler(CandidateSampler):
         """As configured."""
         return self.config.num_candidates
 
+    @property
+    def num_first_steps(self) -> int:
+        """Those of a leg, where there is a seed to begin at."""
+        return self._num_windows if self._start_names else 0
+
     def plan(self, trials: Sequence[FrozenTrial], number: int) -> dict[str, Any] | None:
         """The leg of a descent that trial `number` is: its chain, where that began and the legs before; None where no
         descent is to be begun or gone on with.

@@ -109,6 +109,11 @@ class CandidateSampler(BaseSampler):
         """Never right here: the parameters of a candidate depend on each other."""
         raise InputError(f"parameter {param_name!r}: expected one of the space's, {', '.join(self._distributions)}")
 
+    @property
+    def num_first_steps(self) -> int:
+        """How many gradient steps come before the first candidate."""
+        return 0
+
     def plan(self, trials: Sequence[FrozenTrial], number: int) -> dict[str, Any] | None:
         """What has to be done before the candidate of trial `number` is known, as JSON values with a NUM_STEPS among
         them, for the trial's attribute PLAN; None where the candidate follows at once.
