@@ -79,6 +79,23 @@ class Objective:
         weighted = math.fsum(part.weight * span_nats_per_token(score, part.start, part.length) for part in self.parts)
         return weighted / math.fsum(part.weight for part in self.parts)
 
+    @property
+    def has_window_values(self) -> bool:
+        """Whether it is a mean over windows that are alike: without needles, whose windows are of two kinds."""
+        return not self.needle_weight
+
+    def window_values(self, score: Score) -> NDArray[np.float64]:
+        """The value of each window alone, float64 (num_windows,); `value` is their mean, as windows have equally many
+        scored tokens.
+
+        Raises InputError where `has_window_values` is false.
+        """
+        if not self.has_window_values:
+            raise InputError("objective: expected one without needles, whose windows are not alike")
+        rows = zip(score.nats, score.tokens, strict=True)
+        alone = [Score(nats[np.newaxis], tokens[np.newaxis], score.block_edges) for nats, tokens in rows]
+        return np.array([self.value(window) for window in alone])
+
     def token_weights(self, windows: "Windows", index: int, last_tokens: int | None) -> NDArray[np.float64]:
         """The weights, float64 (length,), of the nats of each token of a window: the mean over all windows of the
         weighted sums is `value`. `last_tokens` as in the configuration, None for all but the first token.
