@@ -25,6 +25,7 @@ from ropesearch.search.config import (
     BudgetConfig,
     GradientConfig,
     OptimizerConfig,
+    RacingConfig,
     SelectionConfig,
     SpaceConfig,
     StorageConfig,
@@ -51,6 +52,7 @@ class SearchJob:
     space: SpaceConfig = group(SpaceConfig)
     optimizer: OptimizerConfig = group(GradientConfig, OPTIMIZERS)
     objective: ScoringConfig = group(ScoringConfig)
+    racing: RacingConfig = group(RacingConfig)
     selection: SelectionConfig = group(SelectionConfig)
     budget: BudgetConfig = group(BudgetConfig)
     storage: StorageConfig = group(StorageConfig)

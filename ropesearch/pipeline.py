@@ -51,6 +51,7 @@ from ropesearch.search.baselines import RESERVED_NAMES, baseline_regimes, seed_r
 from ropesearch.search.budget import Budget
 from ropesearch.search.optimizers import make_sampler
 from ropesearch.search.ownership import exclusive
+from ropesearch.search.racing import Racing, mark_rank
 from ropesearch.search.space import SEARCHED
 from ropesearch.search.spaces import make_space
 from ropesearch.search.study import open_study
@@ -95,6 +96,7 @@ def search(job: SearchJob) -> SearchOutcome:
     sampler = make_sampler(space, job.optimizer, job.seed, seeds, len(baselines), num_windows)
     cost_tokens = forward_equivalent_tokens(windows["search"], objective.spans)
     step_cost_tokens = GRADIENT_COST * job.target_length
+    rank = mark_rank(job.racing, job.selection, sampler, objective, num_windows)
     Budget(job.budget, sampler, cost_tokens, len(baselines), step_cost_tokens)
     source = find_checkpoint(job.model)
     origin = Origin.read(source)
@@ -123,6 +125,7 @@ def search(job: SearchJob) -> SearchOutcome:
             "space": plain(job.space),
             "optimizer": plain(job)["optimizer"],
             "tables": {table.name: regime_json(table) for table in tables},
+            **({} if rank is None else {"racing_rank": rank}),
             "seed": job.seed,
         }
         depends_on = {**origin.identity, "own_table": own.to_json()}
@@ -140,11 +143,24 @@ def search(job: SearchJob) -> SearchOutcome:
         def on_event(event: SearchEvent) -> None:
             display.show(f"{event.split} windows", event.spent_fraction, _best_so_far(event))
 
+        def evaluate_window(regime: Regime, window: int) -> Score:
+            return scorer.score(regime, windows["search"], job.objective, objective.spans, only=window)
+
+        racing = None
+        if rank is not None:
+            racing = Racing(
+                evaluate=evaluate_window,
+                num_windows=num_windows,
+                window_cost_tokens=cost_tokens // num_windows,
+                objective=objective,
+                rank=rank,
+            )
         result = run_search(
             run.path,
             sampler,
             lambda regime, split: scorer.score(regime, windows[split], job.objective, objective.spans),
             differentiate=lambda regime, window: scorer.differentiate(regime, windows["search"], window, objective),
+            racing=racing,
             baselines=baselines,
             cost_tokens=cost_tokens,
             step_cost_tokens=step_cost_tokens,
@@ -299,10 +315,11 @@ class _Scorer:
         windows: Windows,
         scoring: ScoringConfig,
         spans: Sequence[tuple[int, int]] | None = None,
+        only: int | None = None,
     ) -> Score:
-        """Score `windows` under `regime`."""
+        """Score `windows`, or `only` one of them, under `regime`."""
         with installed(self.loaded, regime):
-            return score_windows(self.loaded, windows, scoring, spans=spans)
+            return score_windows(self.loaded, windows, scoring, spans=spans, only=only)
 
     def differentiate(self, regime: Regime, windows: Windows, window: int, objective: Objective) -> Step:
         """A gradient step: the objective on one window under `regime`, and its derivatives."""
@@ -436,6 +453,8 @@ def _search_record(
         "trial_number": result.trial_number,
         "num_trials": result.num_trials,
         "num_failed": result.num_failed,
+        "num_stopped": result.num_stopped,
+        "num_saved_tokens": result.num_saved_tokens,
         "num_forward_equivalent_tokens": result.num_forward_equivalent_tokens,
         "stopped_because": result.stopped_because,
         "data_fingerprint": {split: windows[split].fingerprint for split in windows},
@@ -452,7 +471,8 @@ def _search_record(
 def _best_so_far(event: SearchEvent) -> str:
     if event.best_nats_per_token is None:
         return f"trial {event.trial_number} failed: {event.failure}"
-    return f"best {math.exp(event.best_nats_per_token):.3f} ({event.best_method}), {event.num_finished} trials"
+    stopped = f", {event.num_stopped} stopped early" if event.num_stopped else ""
+    return f"best {math.exp(event.best_nats_per_token):.3f} ({event.best_method}), {event.num_finished} trials{stopped}"
 
 
 def _constant(regime: Regime, length: int) -> Regime:

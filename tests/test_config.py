@@ -86,6 +86,7 @@ ALL_KEYS = {
         "optimizer.num_candidates",  # gradient
         "optimizer.num_starts",
         *OBJECTIVE_KEYS,
+        "racing.mark",
         "selection.num_finalists",
         "budget.num_trials",
         "budget.forward_equivalent_tokens",

@@ -62,6 +62,11 @@ class GradientSampler(CandidateSampler):
         """As configured."""
         return self.config.num_candidates
 
+    @property
+    def num_parents(self) -> int:
+        """Those of the polish; the legs of descents are never stopped."""
+        return _NUM_PARENTS
+
     def plan(self, trials: Sequence[FrozenTrial], number: int) -> dict[str, Any] | None:
         """The leg of a descent that trial `number` is: its chain, where that began and the legs before; None where no
         descent is to be begun or gone on with.

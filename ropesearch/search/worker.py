@@ -22,6 +22,7 @@ from ropesearch.search.budget import Budget, spent_tokens
 from ropesearch.search.config import BudgetConfig, SelectionConfig
 from ropesearch.search.ownership import exclusive, is_alive, working
 from ropesearch.search.parameters import candidate_of, suggest
+from ropesearch.search.racing import Racing
 from ropesearch.search.sampler import CandidateSampler
 from ropesearch.search.selection import SELECTION, Finalist, choose_finalists, score_finalists
 from ropesearch.search.space import SEARCHED, Candidate
@@ -31,6 +32,7 @@ from ropesearch.search.trials import (
     COST,
     FAILURE,
     GUARD,
+    MARK,
     METHOD,
     OWNER,
     PLAN,
@@ -38,6 +40,7 @@ from ropesearch.search.trials import (
     REUSED_FROM,
     SCORE,
     SECONDS,
+    STOPPED_AFTER,
     Step,
     candidate_json,
     is_searched,
@@ -63,9 +66,9 @@ Evaluate = Callable[[Regime, str], Score]
 class SearchEvent:
     """Something finished, for whoever shows progress.
 
-    `split` says which windows it was scored on; `nats_per_token` is None when it failed, and then `failure` says why.
-    The best is the best of all trials so far, baselines included. `spent_fraction` is of the budget, or of the
-    finalists, in [0, 1].
+    `split` says which windows it was scored on; `nats_per_token` is None when it failed, and then `failure` says why,
+    and for a candidate that racing stopped, `num_stopped` so far. The best is the best of all trials so far, baselines
+    included. `spent_fraction` is of the budget, or of the finalists, in [0, 1].
     """
 
     split: str
@@ -77,6 +80,7 @@ class SearchEvent:
     best_method: str | None
     num_finished: int
     spent_fraction: float
+    num_stopped: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,8 +91,9 @@ class SearchResult:
     which it is: "searched", or the name of a baseline that no candidate could beat. `search_scores` holds the scores of
     the baselines and of the candidate that is best on the selection windows, by method; `finalists` all that were
     scored on the selection windows, best first; `course` the number and nats per token of every scored candidate, in
-    order. Tokens and failures are counted over the trials on the search windows. `num_candidates_in_guard` says how
-    many candidates keep the objective's guard there, None without one.
+    order. Tokens and failures are counted over the trials on the search windows, and `num_stopped` candidates, whose
+    stopping saved `num_saved_tokens`. `num_candidates_in_guard` says how many candidates keep the objective's guard
+    there, None without one.
     """
 
     regime: Regime
@@ -103,6 +108,8 @@ class SearchResult:
     stopped_because: str
     objective: Objective = _NATS_PER_TOKEN
     num_candidates_in_guard: int | None = None
+    num_stopped: int = 0
+    num_saved_tokens: int = 0
 
 
 def run_search(
@@ -111,6 +118,7 @@ def run_search(
     evaluate: Evaluate,
     *,
     differentiate: Differentiate | None = None,
+    racing: Racing | None = None,
     baselines: Sequence[Regime],
     cost_tokens: int,
     step_cost_tokens: int = 0,
@@ -126,9 +134,11 @@ def run_search(
     scores a regime on the "search" or "selection" windows and raises ScoringError when it cannot; a score on the search
     windows costs `cost_tokens` forward-equivalent tokens, and `objective` makes a value of it. `differentiate(regime,
     window)` gives the objective on one search window and its derivatives, for samplers that ask for them, and raises
-    ScoringError likewise; it costs `step_cost_tokens`. A guard of the objective
-    is a constraint of the trial, measured against trial 0, the unscaled model. For `fingerprints` see `open_study`. A
-    finished search is only read.
+    ScoringError likewise; it costs `step_cost_tokens`. With
+    `racing`, candidates are scored window by window, each for its part of `cost_tokens`, and stopped when they are
+    hopeless; baselines and candidates that took gradient steps are not. A guard of the objective is a constraint of the
+    trial, measured against trial 0, the unscaled model. For `fingerprints` see `open_study`. A finished search is only
+    read.
 
     Raises:
         InputError: the folder holds another search or a damaged one, or a limit is out of range.
@@ -144,6 +154,7 @@ def run_search(
             sampler=sampler,
             evaluate=evaluate,
             differentiate=differentiate,
+            racing=racing,
             cost_tokens=cost_tokens,
             step_cost_tokens=step_cost_tokens,
             limits=limits,
@@ -164,6 +175,7 @@ def run_search(
     shown = [trial for trial in trials if not is_searched(trial) or trial.number in best_candidates]
     scores = {trial.user_attrs[METHOD]: recorded_score(trial) for trial in shown}
     winner = finalists[0]
+    stopped = [trial for trial in trials if trial.state is TrialState.PRUNED]
     return SearchResult(
         regime=winner.regime,
         trial_number=winner.trial_number,
@@ -179,6 +191,8 @@ def run_search(
         num_candidates_in_guard=None
         if objective.guarded_tokens is None
         else sum(is_searched(trial) and violation(trial) == 0 for trial in scored),
+        num_stopped=len(stopped),
+        num_saved_tokens=sum(cost_tokens - trial.user_attrs[COST] for trial in stopped),
     )
 
 
@@ -188,6 +202,7 @@ class _Worker:
     sampler: CandidateSampler
     evaluate: Evaluate
     differentiate: Differentiate | None
+    racing: Racing | None
     cost_tokens: int
     step_cost_tokens: int
     limits: Budget
@@ -273,13 +288,13 @@ class _Worker:
             suggest(self.sampler.space, trial)
 
     def _finish(self, trial: Trial) -> None:
-        """Score an owned trial, or take over the score of the same regime, and tell the study."""
+        """Score an owned trial, as far as racing lets it, or take over the score of the same regime; tell the study."""
         if REGIME not in trial.user_attrs and FAILURE not in trial.user_attrs:
             trial = self._stepped(trial)
         recorded = trial.user_attrs
-        if SCORE not in recorded and FAILURE not in recorded:
+        if not {SCORE, STOPPED_AFTER, FAILURE} & set(recorded):
             twin = self._twin(trial.number, recorded[REGIME])
-            with_outcome = self._scored(trial) if twin is None else _reused(twin, trial)
+            with_outcome = self._raced_or_scored(trial) if twin is None else _reused(twin, trial)
             with self.opened.journal.together():
                 for key, value in with_outcome.items():
                     trial.set_user_attr(key, value)
@@ -291,6 +306,9 @@ class _Worker:
                 trial.set_constraint(GUARD, excess)
             self.opened.study.tell(trial, self.objective.value(score))
             self._report(SEARCH, trial.number, recorded[METHOD], score, None)
+        elif STOPPED_AFTER in recorded:
+            self.opened.study.tell(trial, state=TrialState.PRUNED)
+            self._report(SEARCH, trial.number, recorded[METHOD], None, None)
         else:
             self.opened.study.tell(trial, state=TrialState.FAIL)
             self._report(SEARCH, trial.number, recorded[METHOD], None, recorded[FAILURE])
@@ -321,6 +339,16 @@ class _Worker:
             self._report(SEARCH, trial.number, SEARCHED, None, None)
         with exclusive(self.opened.run_folder):
             return self._own(Trial(self.opened.study, trial._trial_id))  # which asks the sampler anew
+
+    def _raced_or_scored(self, trial: Trial) -> dict[str, Any]:
+        if self.racing is not None and trial.user_attrs[METHOD] == SEARCHED and PLAN not in trial.user_attrs:
+            trials = self.trials()
+            begun = trial.user_attrs.get(MARK)
+            mark = self.racing.mark(trials) if begun is None else trials[begun]
+            if mark is not None:
+                regime = recorded_regime(trial, self.sampler.space.target_length)
+                return self.racing.run(trial, regime, mark, self.opened.journal)
+        return self._scored(trial)
 
     def _scored(self, trial: Trial) -> dict[str, Any]:
         regime = recorded_regime(trial, self.sampler.space.target_length)
@@ -400,6 +428,7 @@ class _Worker:
                 best_nats_per_token=best[0].values[0] if best else None,
                 best_method=best[0].user_attrs[METHOD] if best else None,
                 num_finished=sum(trial.state.is_finished() for trial in trials),
+                num_stopped=sum(trial.state is TrialState.PRUNED for trial in trials),
                 spent_fraction=self.limits.spent_fraction(trials) if fraction is None else fraction,
             )
         )

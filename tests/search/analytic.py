@@ -23,6 +23,7 @@ from ropesearch.search.spaces import make_space
 from ropesearch.search.worker import SearchResult, run_search
 
 TARGET_LENGTH = 2048
+NUM_WINDOWS = 2  # of the scores below
 FINGERPRINTS = {"weights": "sha256:00", "windows": {"search": "01", "selection": "02"}, "seed": 0}
 EVOLUTION = EvolutionConfig(num_population=8, num_parents=4, num_mutations=3, num_crossovers=3)
 
@@ -46,7 +47,7 @@ def make_sampler(
 ) -> CandidateSampler:
     """A sampler with the paper's seeds."""
     made = make_space(make_geometry(), TARGET_LENGTH, SpaceConfig(**space))  # type: ignore[arg-type]
-    return sampler_of(made, optimizer, seed, SEEDS, num_baselines)
+    return sampler_of(made, optimizer, seed, SEEDS, num_baselines, NUM_WINDOWS)
 
 
 def make_score(nats_per_token: float) -> Score:
