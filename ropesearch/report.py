@@ -168,17 +168,6 @@ def _value_text(nats_per_token: float) -> str:
     return perplexity_text(nats_per_token, 1)
 
 
-def _needle_lines(rows: Sequence[NeedleEvaluation]) -> list[str]:
-    if not rows:
-        return []
-    table = [[row.method, perplexity_text(row.nats, row.tokens), str(row.num_right)] for row in rows]
-    return [
-        f"answers to {len(rows[0].window_right)} held-out needles at {rows[0].length} tokens",
-        aligned([["method", "perplexity", "right"], *table]),
-        "",
-    ]
-
-
 def _racing_lines(result: SearchResult) -> list[str]:
     if not result.num_stopped:
         return []
@@ -187,6 +176,17 @@ def _racing_lines(result: SearchResult) -> list[str]:
     return [
         f"racing: {result.num_stopped} {candidates} stopped before the last window, which saved "
         f"{result.num_saved_tokens / whole:.0%} of the search's tokens"
+    ]
+
+
+def _needle_lines(rows: Sequence[NeedleEvaluation]) -> list[str]:
+    if not rows:
+        return []
+    table = [[row.method, perplexity_text(row.nats, row.tokens), str(row.num_right)] for row in rows]
+    return [
+        f"answers to {len(rows[0].window_right)} held-out needles at {rows[0].length} tokens",
+        aligned([["method", "perplexity", "right"], *table]),
+        "",
     ]
 
 

@@ -173,9 +173,9 @@ def test_racing_changes_no_score_and_says_what_it_saved(
     assert f"racing: {len(stopped)} candidate" in found["finalists"].out and "racing: " not in found["none"].out
     spent, saved = search["num_forward_equivalent_tokens"], search["num_saved_tokens"]
     assert spent + saved == len({str(trial[5]) for trial in raced}) * 8 * runs.TARGET_LENGTH  # a twin is not scored
-    values = {str(trial[3]): trial[2] for trial in whole}
-    both = [trial for trial in raced if trial[2] and str(trial[3]) in values]
-    assert len(both) > 8 and all(values[str(trial[3])] == trial[2] for trial in both)  # window by window or at once
+    values = {str(trial[5]): trial[2] for trial in whole}
+    both = [trial for trial in raced if trial[2] and str(trial[5]) in values]
+    assert len(both) > 8 and all(values[str(trial[5])] == trial[2] for trial in both)  # window by window or at once
     assert cli.main(words_of("none")) == 2
     assert "racing_rank: (nothing) there, 4 asked" in capsys.readouterr().err
 

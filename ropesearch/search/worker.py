@@ -87,13 +87,14 @@ class SearchEvent:
 class SearchResult:
     """What a search came to.
 
+    Racing stopped `num_stopped` candidates, which saved `num_saved_tokens` of forward passes on the search windows.
+
     `regime` is the finalist with the least nats per token on the selection windows, and `method` and `trial_number` say
     which it is: "searched", or the name of a baseline that no candidate could beat. `search_scores` holds the scores of
     the baselines and of the candidate that is best on the selection windows, by method; `finalists` all that were
     scored on the selection windows, best first; `course` the number and nats per token of every scored candidate, in
-    order. Tokens and failures are counted over the trials on the search windows, and `num_stopped` candidates, whose
-    stopping saved `num_saved_tokens`. `num_candidates_in_guard` says how many candidates keep the objective's guard
-    there, None without one.
+    order. Tokens and failures are counted over the trials on the search windows. `num_candidates_in_guard` says how
+    many candidates keep the objective's guard there, None without one.
     """
 
     regime: Regime
@@ -106,10 +107,10 @@ class SearchResult:
     num_failed: int
     num_forward_equivalent_tokens: int
     stopped_because: str
-    objective: Objective = _NATS_PER_TOKEN
-    num_candidates_in_guard: int | None = None
     num_stopped: int = 0
     num_saved_tokens: int = 0
+    objective: Objective = _NATS_PER_TOKEN
+    num_candidates_in_guard: int | None = None
 
 
 def run_search(
@@ -130,15 +131,16 @@ def run_search(
 ) -> SearchResult:
     """Work on the search in `run_folder` until it is finished; begin it, join it, or go on with it as needed.
 
+    With `racing`, candidates are scored window by window, and stopped when they are hopeless (see racing.py); baselines
+    and candidates that took gradient steps are not.
+
     `baselines`, with distinct names, are the first trials, as many as the sampler was told. `evaluate(regime, split)`
     scores a regime on the "search" or "selection" windows and raises ScoringError when it cannot; a score on the search
     windows costs `cost_tokens` forward-equivalent tokens, and `objective` makes a value of it. `differentiate(regime,
     window)` gives the objective on one search window and its derivatives, for samplers that ask for them, and raises
-    ScoringError likewise; it costs `step_cost_tokens`. With
-    `racing`, candidates are scored window by window, each for its part of `cost_tokens`, and stopped when they are
-    hopeless; baselines and candidates that took gradient steps are not. A guard of the objective is a constraint of the
-    trial, measured against trial 0, the unscaled model. For `fingerprints` see `open_study`. A finished search is only
-    read.
+    ScoringError likewise; it costs `step_cost_tokens`. A guard of the objective
+    is a constraint of the trial, measured against trial 0, the unscaled model. For `fingerprints` see `open_study`. A
+    finished search is only read.
 
     Raises:
         InputError: the folder holds another search or a damaged one, or a limit is out of range.
@@ -185,14 +187,14 @@ def run_search(
         course=sorted((trial.number, trial.values[0]) for trial in scored if is_searched(trial)),
         num_trials=len(trials),
         num_failed=sum(trial.state is TrialState.FAIL for trial in trials),
+        num_stopped=len(stopped),
+        num_saved_tokens=sum(cost_tokens - trial.user_attrs[COST] for trial in stopped),
         num_forward_equivalent_tokens=spent_tokens(trials),
         stopped_because=limits.reached(trials) or "",
         objective=objective,
         num_candidates_in_guard=None
         if objective.guarded_tokens is None
         else sum(is_searched(trial) and violation(trial) == 0 for trial in scored),
-        num_stopped=len(stopped),
-        num_saved_tokens=sum(cost_tokens - trial.user_attrs[COST] for trial in stopped),
     )
 
 
@@ -294,7 +296,7 @@ class _Worker:
         recorded = trial.user_attrs
         if not {SCORE, STOPPED_AFTER, FAILURE} & set(recorded):
             twin = self._twin(trial.number, recorded[REGIME])
-            with_outcome = self._raced_or_scored(trial) if twin is None else _reused(twin, trial)
+            with_outcome = self._scored(trial) if twin is None else _reused(twin, trial)
             with self.opened.journal.together():
                 for key, value in with_outcome.items():
                     trial.set_user_attr(key, value)
@@ -340,18 +342,20 @@ class _Worker:
         with exclusive(self.opened.run_folder):
             return self._own(Trial(self.opened.study, trial._trial_id))  # which asks the sampler anew
 
-    def _raced_or_scored(self, trial: Trial) -> dict[str, Any]:
-        if self.racing is not None and trial.user_attrs[METHOD] == SEARCHED and PLAN not in trial.user_attrs:
-            trials = self.trials()
-            begun = trial.user_attrs.get(MARK)
-            mark = self.racing.mark(trials) if begun is None else trials[begun]
-            if mark is not None:
-                regime = recorded_regime(trial, self.sampler.space.target_length)
-                return self.racing.run(trial, regime, mark, self.opened.journal)
-        return self._scored(trial)
+    def _raced(self, trial: Trial, regime: Regime) -> dict[str, Any] | None:
+        """What a race makes of a trial; None where it does not race, or there is nothing to race against yet."""
+        if self.racing is None or trial.user_attrs[METHOD] != SEARCHED or PLAN in trial.user_attrs:
+            return None
+        trials = self.trials()
+        begun = trial.user_attrs.get(MARK)
+        mark = self.racing.mark(trials) if begun is None else trials[begun]
+        return None if mark is None else self.racing.run(trial, regime, mark, self.opened.journal)
 
     def _scored(self, trial: Trial) -> dict[str, Any]:
         regime = recorded_regime(trial, self.sampler.space.target_length)
+        raced = self._raced(trial, regime)
+        if raced is not None:
+            return raced
         started = time.perf_counter()
         try:
             outcome: dict[str, Any] = {SCORE: self.evaluate(regime, SEARCH).to_json()}
