@@ -143,13 +143,12 @@ def search(job: SearchJob) -> SearchOutcome:
         def on_event(event: SearchEvent) -> None:
             display.show(f"{event.split} windows", event.spent_fraction, _best_so_far(event))
 
-        def evaluate_window(regime: Regime, window: int) -> Score:
-            return scorer.score(regime, windows["search"], job.objective, objective.spans, only=window)
-
         racing = None
         if rank is not None:
             racing = Racing(
-                evaluate=evaluate_window,
+                evaluate=lambda regime, window: scorer.score(
+                    regime, windows["search"], job.objective, objective.spans, only=window
+                ),
                 num_windows=num_windows,
                 window_cost_tokens=cost_tokens // num_windows,
                 objective=objective,
