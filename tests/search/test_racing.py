@@ -290,7 +290,7 @@ def test_patience_counts_stopped_candidates(tmp_path: Path) -> None:
     assert any(trial.state is TrialState.PRUNED for trial in trials[best.number :])
 
 
-GUARDED = objective_of(ScoringConfig(max_short_perplexity_increase=0.05), 4, 2)
+GUARDED = objective_of(ScoringConfig(max_short_perplexity_increase=0.05, num_blocks=2), 4, 2)
 
 
 def guarded_window(regime: Regime, window: int) -> Score:
