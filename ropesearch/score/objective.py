@@ -73,12 +73,6 @@ class Objective:
         parts = self.needle_weight * needles.nats_per_token, (1 - self.needle_weight) * self._text_value(_text(score))
         return math.fsum(parts)
 
-    def _text_value(self, score: Score) -> float:
-        if not self.parts:
-            return score.nats_per_token
-        weighted = math.fsum(part.weight * span_nats_per_token(score, part.start, part.length) for part in self.parts)
-        return weighted / math.fsum(part.weight for part in self.parts)
-
     @property
     def has_window_values(self) -> bool:
         """Whether it is a mean over windows that are alike: without needles, whose windows are of two kinds."""
@@ -95,6 +89,12 @@ class Objective:
         rows = zip(score.nats, score.tokens, strict=True)
         alone = [Score(nats[np.newaxis], tokens[np.newaxis], score.block_edges) for nats, tokens in rows]
         return np.array([self.value(window) for window in alone])
+
+    def _text_value(self, score: Score) -> float:
+        if not self.parts:
+            return score.nats_per_token
+        weighted = math.fsum(part.weight * span_nats_per_token(score, part.start, part.length) for part in self.parts)
+        return weighted / math.fsum(part.weight for part in self.parts)
 
     def token_weights(self, windows: "Windows", index: int, last_tokens: int | None) -> NDArray[np.float64]:
         """The weights, float64 (length,), of the nats of each token of a window: the mean over all windows of the
