@@ -341,7 +341,7 @@ def test_which_candidate_is_the_mark(optimizer: OptimizerConfig, parents: int | 
 
 
 def test_legs_of_a_descent_are_scored_whole(tmp_path: Path) -> None:
-    def differentiate(regime: Regime, window: int) -> Step:
+    def differentiate(regime: Regime, window: int, *guard_weight: float) -> Step:
         return Step(window=window, nats_per_token=1.0, gradient=(0.1,) * len(regime.factors) + (0.0,))
 
     folder = tmp_path / "gradient"
