@@ -13,6 +13,8 @@ false stops are such, while racing against the last finalist stops future parent
 """
 
 import argparse
+import bisect
+import functools
 import json
 import math
 import statistics
@@ -67,42 +69,56 @@ def candidates_of(journal: Path) -> Candidates:
     ]
 
 
+@functools.cache
+def critical(test: str, seen: int, level: float) -> float:
+    """What a test's statistic has to exceed after so many windows: Student's t, or the sum of the positive ranks."""
+    if test != "Wilcoxon":
+        return float(stats.t.isf(level, seen - 1))
+    ways = np.ones(1)  # by sum: how many of the 2 ** seen sets of ranks have it
+    for rank in range(1, seen + 1):
+        ways = np.pad(ways, (0, rank)) + np.pad(ways, (rank, 0))
+    tails = np.cumsum(ways[::-1])[::-1] / 2**seen
+    return float(np.sum(tails >= level)) - 0.5
+
+
 def stops(differences: NDArray[np.float64], num_windows: int, test: str, level: float) -> bool:
     """Whether a test at a level stops a candidate after windows on which it is worse by `differences`."""
     mean, deviation, seen = differences.mean(), differences.std(ddof=1), len(differences)
     if mean <= 0 or deviation == 0:
         return bool(mean > 0)
     if test == "Wilcoxon":
-        return bool(stats.wilcoxon(differences, alternative="greater", method="exact").pvalue < level)
-    statistic = mean / deviation * math.sqrt(seen)
+        ranks = np.argsort(np.argsort(np.abs(differences))) + 1
+        statistic = float(ranks[differences > 0].sum())
+    else:
+        statistic = mean / deviation * math.sqrt(seen)
     if test == "finite t":
         statistic *= math.sqrt(num_windows / (num_windows - seen))
-    return bool(stats.t.sf(statistic, seen - 1) < level)
+    return bool(statistic > critical(test, seen, level))
 
 
 def replayed(values: NDArray[np.float64], rank: int, test: str, chance: float, num_parents: int) -> dict[str, int]:
     """A race on the values, float64 (num_candidates, num_windows), of candidates in the order of their trials."""
     num_windows = values.shape[1]
     level = chance / (num_windows - LEAST_WINDOWS)
+    means = values.mean(axis=1)
     finished: list[tuple[float, int]] = []
     found = {"windows": 0, "stopped": 0, "false": 0, "would_be_parents": 0, "above": 0, "within": 0}
     for number, own in enumerate(values):
-        mean = float(own.mean())
+        mean = float(means[number])
         seen = num_windows
         if len(finished) >= rank:
-            mark = values[sorted(finished)[rank - 1][1]]
-            is_above = bool(mean > mark.mean())
+            mark = values[finished[rank - 1][1]]
+            is_above = bool(mean > finished[rank - 1][0])
             found["above" if is_above else "within"] += 1
             looks = range(LEAST_WINDOWS, num_windows)
             seen = next((k for k in looks if stops(own[:k] - mark[:k], num_windows, test, level)), num_windows)
             if seen < num_windows:
                 found["stopped"] += 1
                 found["false"] += not is_above
-                others = sorted(float(other.mean()) for other in values[:number])
-                found["would_be_parents"] += len(others) < num_parents or mean < others[num_parents - 1]
+                found["would_be_parents"] += int(np.sum(means[:number] < mean)) < num_parents
         found["windows"] += seen
         if seen == num_windows:
-            finished.append((mean, number))
+            bisect.insort(finished, (mean, number))
     return found
 
 
