@@ -1,6 +1,6 @@
 """What racing saves, and what it costs: tests and marks replayed on recorded scores, and searches with and without.
 
-    python benchmarks/racing.py [OUT] [--num-trials 400] [--journal FILE ...] [--replay-only]
+    python -m benchmarks.racing [OUT] [--num-trials 400] [--journal FILE ...] [--replay-only]
 
 Journals of finished searches hold the nats of every window of every candidate, so a race can be replayed on them: which
 candidates each test stops, after how many windows, and how many of these wrongly, that would have ended above the mark.
