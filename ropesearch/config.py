@@ -26,6 +26,7 @@ from ropesearch.search.config import (
     EvolutionConfig,
     GradientConfig,
     OptimizerConfig,
+    RacingConfig,
     SelectionConfig,
     SpaceConfig,
     StorageConfig,
@@ -60,6 +61,7 @@ class SearchJob(JobConfig):
     space: SpaceConfig = group(SpaceConfig)
     optimizer: OptimizerConfig = group(GradientConfig, OPTIMIZERS)
     objective: ScoringConfig = group(ScoringConfig)
+    racing: RacingConfig = group(RacingConfig)
     selection: SelectionConfig = group(SelectionConfig)
     budget: BudgetConfig = group(BudgetConfig)
     storage: StorageConfig = group(StorageConfig)

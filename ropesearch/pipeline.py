@@ -49,6 +49,7 @@ from ropesearch.search.baselines import RESERVED_NAMES, baseline_regimes, seed_r
 from ropesearch.search.budget import Budget
 from ropesearch.search.optimizers import make_sampler
 from ropesearch.search.ownership import exclusive
+from ropesearch.search.racing import Racing, mark_rank
 from ropesearch.search.space import SEARCHED
 from ropesearch.search.spaces import make_space
 from ropesearch.search.study import open_study
@@ -94,6 +95,7 @@ def search(job: SearchJob) -> SearchOutcome:
     sampler = make_sampler(space, job.optimizer, job.seed, seeds, len(baselines), num_windows)
     cost_tokens = forward_equivalent_tokens(windows["search"], objective.spans)
     step_cost_tokens = GRADIENT_COST * job.target_length
+    rank = mark_rank(job.racing, job.selection, sampler, objective, num_windows)
     Budget(job.budget, sampler, cost_tokens, len(baselines), step_cost_tokens)
     source = find_checkpoint(job.model)
     origin = Origin.read(source)
@@ -122,6 +124,7 @@ def search(job: SearchJob) -> SearchOutcome:
             "space": plain(job.space),
             "optimizer": plain(job)["optimizer"],
             "tables": {table.name: regime_json(table) for table in tables},
+            **({} if rank is None else {"racing_rank": rank}),
             "seed": job.seed,
         }
         short_regime = None
@@ -145,6 +148,17 @@ def search(job: SearchJob) -> SearchOutcome:
         def on_event(event: SearchEvent) -> None:
             display.show(f"{event.split} windows", event.spent_fraction, _best_so_far(event))
 
+        racing = None
+        if rank is not None:
+            racing = Racing(
+                evaluate=lambda regime, window: scorer.score(
+                    regime, windows["search"], job.objective, objective.spans, only=window
+                ),
+                num_windows=num_windows,
+                window_cost_tokens=cost_tokens // num_windows,
+                objective=objective,
+                rank=rank,
+            )
         result = run_search(
             run.path,
             sampler,
@@ -157,6 +171,7 @@ def search(job: SearchJob) -> SearchOutcome:
             step_cost_tokens=step_cost_tokens,
             fingerprints=fingerprints,
             budget=job.budget,
+            racing=racing,
             selection=job.selection,
             objective=objective,
             guard_reference=None
@@ -327,6 +342,8 @@ def _search_record(
         "trial_number": result.trial_number,
         "num_trials": result.num_trials,
         "num_failed": result.num_failed,
+        "num_stopped": result.num_stopped,
+        "num_saved_tokens": result.num_saved_tokens,
         "num_forward_equivalent_tokens": result.num_forward_equivalent_tokens,
         "stopped_because": result.stopped_because,
         "data_fingerprint": {split: windows[split].fingerprint for split in windows},
@@ -359,7 +376,8 @@ def _front_json(result: SearchResult, *, with_regimes: bool) -> list[dict[str, A
 def _best_so_far(event: SearchEvent) -> str:
     if event.best_nats_per_token is None:
         return f"trial {event.trial_number} failed: {event.failure}"
-    return f"best {math.exp(event.best_nats_per_token):.3f} ({event.best_method}), {event.num_finished} trials"
+    stopped = f", {event.num_stopped} stopped early" if event.num_stopped else ""
+    return f"best {math.exp(event.best_nats_per_token):.3f} ({event.best_method}), {event.num_finished} trials{stopped}"
 
 
 def _constant(regime: Regime, length: int) -> Regime:

@@ -91,6 +91,7 @@ class SearchOutcome:
             f"chosen: {result.method} (trial {result.trial_number} of {result.num_trials}, "
             f"{result.num_failed} failed), attention factor {regime.attention_factor:.3f}, "
             f"factors {regime.factors[0]:.2f} to {regime.factors[-1]:.2f}",
+            *_racing_lines(result),
             f"price on short inputs: {price}",
             *(f"not scored: {failure}" for failure in self.failures),
         ]
@@ -181,6 +182,17 @@ def _outcome_of(finding: Finding) -> str:
 
 def _value_text(nats_per_token: float) -> str:
     return perplexity_text(nats_per_token, 1)
+
+
+def _racing_lines(result: SearchResult) -> list[str]:
+    if not result.num_stopped:
+        return []
+    whole = result.num_forward_equivalent_tokens + result.num_saved_tokens
+    candidates = "candidate was" if result.num_stopped == 1 else "candidates were"
+    return [
+        f"racing: {result.num_stopped} {candidates} stopped before the last window, which saved "
+        f"{result.num_saved_tokens / whole:.0%} of the search's tokens"
+    ]
 
 
 def _needle_lines(rows: Sequence[NeedleEvaluation]) -> list[str]:

@@ -58,10 +58,11 @@ class JobScorer:
         windows: Windows,
         scoring: ScoringConfig,
         spans: Sequence[tuple[int, int]] | None = None,
+        only: int | None = None,
     ) -> Score:
-        """Score `windows` under `regime`."""
+        """Score `windows`, or `only` one of them, under `regime`."""
         with installed(self.loaded, regime):
-            return score_windows(self.loaded, windows, scoring, spans=spans)
+            return score_windows(self.loaded, windows, scoring, spans=spans, only=only)
 
     def differentiate(
         self, regime: Regime, windows: Windows, window: int, objective: Objective, guard_weight: float

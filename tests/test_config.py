@@ -90,6 +90,7 @@ ALL_KEYS = {
         "optimizer.num_candidates",  # blockwise
         "optimizer.num_increments",
         *OBJECTIVE_KEYS,
+        "racing.mark",
         "selection.num_finalists",
         "budget.num_trials",
         "budget.forward_equivalent_tokens",

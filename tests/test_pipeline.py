@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 import torch
 import transformers
+from optuna.trial import TrialState
 
 import ropesearch
 from ropesearch import cli
@@ -149,6 +150,35 @@ def test_a_larger_budget_goes_on(toy_folder: Path, corpus: Path, tmp_path: Path)
     assert runs.trials_of(run)[:9] == first
     assert RopeConfig.read(run).search["num_trials"] == 16
     assert RopeConfig.read(run) == RopeConfig.read(run / "checkpoint")
+
+
+def test_racing_changes_no_score_and_says_what_it_saved(
+    toy_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    corpus = runs.write_corpus(tmp_path / "texts", num_documents=14)
+
+    def words_of(mark: str) -> list[str]:
+        changes = {"selection.num_finalists=2": "selection.num_finalists=1"}
+        changes["corpus.num_search_windows=3"] = "corpus.num_search_windows=8"
+        words = runs.search_words(toy_folder, corpus, tmp_path / mark, num_trials=20)
+        return [changes.get(word, word) for word in words]
+
+    found = {}
+    for mark in ("finalists", "none"):
+        assert cli.main([*words_of(mark), f"racing.mark={mark}"]) == 0
+        found[mark] = capsys.readouterr()
+    search = RopeConfig.read(tmp_path / "finalists").search
+    raced, whole = runs.trials_of(tmp_path / "finalists"), runs.trials_of(tmp_path / "none")
+    stopped = [trial for trial in raced if trial[1] == TrialState.PRUNED]
+    assert 0 < len(stopped) == search["num_stopped"] < 20
+    assert f"racing: {len(stopped)} candidate" in found["finalists"].out and "racing: " not in found["none"].out
+    spent, saved = search["num_forward_equivalent_tokens"], search["num_saved_tokens"]
+    assert spent + saved == len({str(trial[5]) for trial in raced}) * 8 * runs.TARGET_LENGTH  # a twin is not scored
+    values = {str(trial[5]): trial[2] for trial in whole}
+    both = [trial for trial in raced if trial[2] and str(trial[5]) in values]
+    assert len(both) > 8 and all(values[str(trial[5])] == trial[2] for trial in both)  # window by window or at once
+    assert cli.main(words_of("none")) == 2
+    assert "racing_rank: (nothing) there, 4 asked" in capsys.readouterr().err
 
 
 def test_another_question_in_the_same_folder_is_refused(

@@ -124,6 +124,12 @@ def test_the_table_of_a_search() -> None:
     assert "nats per token above searched (95 % interval)" in text.splitlines()[1]
 
 
+def test_what_racing_saved() -> None:
+    assert "racing" not in outcome().to_text()
+    text = outcome(num_stopped=5, num_saved_tokens=16384).to_text()
+    assert "racing: 5 candidates were stopped before the last window, which saved 25% of the search's tokens" in text
+
+
 def test_the_rest_of_a_search() -> None:
     text = outcome().to_text()
     assert "chosen: searched (trial 9 of 12, 2 failed), attention factor 1.137, factors 1.00 to 4.81" in text

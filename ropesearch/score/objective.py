@@ -87,6 +87,23 @@ class Objective:
         parts = self.needle_weight * needles.nats_per_token, (1 - self.needle_weight) * self._text_value(_text(score))
         return math.fsum(parts)
 
+    @property
+    def has_window_values(self) -> bool:
+        """Whether it is a mean over windows that are alike: without needles, whose windows are of two kinds."""
+        return not self.needle_weight
+
+    def window_values(self, score: Score) -> NDArray[np.float64]:
+        """The value of each window alone, float64 (num_windows,); `value` is their mean, as windows have equally many
+        scored tokens.
+
+        Raises InputError where `has_window_values` is false.
+        """
+        if not self.has_window_values:
+            raise InputError("objective: expected one without needles, whose windows are not alike")
+        rows = zip(score.nats, score.tokens, strict=True)
+        alone = [Score(nats[np.newaxis], tokens[np.newaxis], score.block_edges) for nats, tokens in rows]
+        return np.array([self.value(window) for window in alone])
+
     def _text_value(self, score: Score) -> float:
         if not self.parts:
             return score.nats_per_token

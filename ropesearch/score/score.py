@@ -95,6 +95,18 @@ class Score:
     def _has_answer(self, index: int) -> bool:
         return bool(self.answered) and self.answered[index] is not None
 
+    @classmethod
+    def joined(cls, scores: Sequence["Score"]) -> "Score":
+        """The score of the windows of `scores`, of which there is at least one, in their order.
+
+        Raises InputError when their blocks differ, or some have answers and others none.
+        """
+        edges = scores[0].block_edges
+        if not all(np.array_equal(score.block_edges, edges) for score in scores):
+            raise InputError("score: expected scores of the same position blocks, got different ones")
+        nats, tokens = (np.concatenate(arrays) for arrays in zip(*((s.nats, s.tokens) for s in scores), strict=True))
+        return cls(nats, tokens, edges, [answered for score in scores for answered in score.answered])
+
     def to_json(self) -> dict[str, Any]:
         """The score as JSON values; `from_json` gives back exactly the same numbers."""
         return {

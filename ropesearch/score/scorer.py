@@ -48,8 +48,10 @@ def score_windows(
     config: ScoringConfig,
     on_window: Callable[[int], None] | None = None,
     spans: Sequence[tuple[int, int]] | None = None,
+    only: int | None = None,
 ) -> Score:
-    """Score `windows` under whatever table is installed; `on_window(index)` is called when a window is done.
+    """Score `windows` under whatever table is installed; `on_window(index)` is called when a window is done. With
+    `only`, the score is that of this one window.
 
     Scored are the positions start .. stop - 1 of `spans`, which become edges of blocks beside the equal ones; without,
     those that `config` says. The rest of a window does not influence them, and what follows the last of them does not
@@ -68,11 +70,12 @@ def score_windows(
     else:
         edges = np.union1d(edges, np.array(spans, dtype=np.int64))
     blocks = [slice(start, stop) for start, stop in pairwise(edges.tolist())]
-    nats = np.zeros((windows.num_windows, len(blocks)), dtype=np.float64)
+    indices = range(windows.num_windows) if only is None else [only]
+    nats = np.zeros((len(indices), len(blocks)), dtype=np.float64)
     tokens = np.zeros(nats.shape, dtype=np.int64)
     answered: list[bool | None] = []
     chunk_tokens = length_tokens if config.chunk_tokens is None else min(config.chunk_tokens, length_tokens)
-    for index in range(windows.num_windows):
+    for row, index in enumerate(indices):
         answer_start = windows.answer_start(index)
         scored = _scored_positions(length_tokens, [(answer_start, length_tokens)] if answer_start else spans)
         first_scored = int(np.argmax(scored))
@@ -81,8 +84,8 @@ def score_windows(
         _check_finite(outcome.nats, index, windows.documents[index], first_scored, edges)
         position_nats = np.concatenate([np.zeros(first_scored), outcome.nats])
         for place, block in enumerate(blocks):
-            nats[index, place] = position_nats[block][scored[block]].sum()
-            tokens[index, place] = scored[block].sum()
+            nats[row, place] = position_nats[block][scored[block]].sum()
+            tokens[row, place] = scored[block].sum()
         answered.append(outcome.all_chosen)
         if on_window is not None:
             on_window(index)

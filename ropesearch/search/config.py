@@ -302,6 +302,25 @@ class SelectionConfig:
             raise InputError(f"selection.num_finalists: expected at least 1, got {self.num_finalists}")
 
 
+class RacingMark(Enum):
+    """Which finished candidate a new one has to reach."""
+
+    none = "none"
+    parents = "parents"
+    finalists = "finalists"
+
+
+@dataclass(kw_only=True)
+class RacingConfig:
+    """When the scoring of a hopeless candidate is stopped before its last window."""
+
+    mark: RacingMark = setting(
+        RacingMark.parents,
+        "a candidate is stopped when it is clearly worse than: parents = the last of those that later candidates are "
+        "made from, and of the finalists; finalists = the last finalist so far; none = never",
+    )
+
+
 class StorageName(Enum):
     """Where a study can be kept."""
 

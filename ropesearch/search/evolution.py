@@ -28,7 +28,7 @@ class EvolutionSampler(CandidateSampler):
 
     With one worker it is generational: parents come from the trials numbered before the generation. While a trial with
     a lower number is still running, as with several workers, parents come from everything that is finished, and nothing
-    ever waits. Failed trials have no children.
+    ever waits. Failed trials and those that racing stopped have no children.
 
     Of a study with two objectives the num_parents best are those of NSGA-II (see front.py), and parents are drawn as
     there, by binary tournament, so that the children spread along the front.
@@ -50,6 +50,11 @@ class EvolutionSampler(CandidateSampler):
     def num_candidates(self) -> int:
         """Candidates from the first population to the last generation."""
         return self.config.num_population + self.config.num_generations * self._num_children
+
+    @property
+    def num_parents(self) -> int:
+        """As configured."""
+        return self.config.num_parents
 
     @property
     def _num_children(self) -> int:

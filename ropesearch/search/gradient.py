@@ -76,6 +76,11 @@ class GradientSampler(CandidateSampler):
         return self.config.num_candidates
 
     @property
+    def num_parents(self) -> int:
+        """Those of the polish; the legs of descents are never stopped."""
+        return _NUM_PARENTS
+
+    @property
     def num_first_steps(self) -> int:
         """Those of a leg, where there is a seed to begin at."""
         return self._num_windows if self._start_names else 0

@@ -62,8 +62,8 @@ class CandidateSampler(BaseSampler):
 
     The first candidates are `seeds`, projected onto the space. `num_baselines` trials come before the first candidate.
     Every candidate has a random stream of its own, and nothing is kept outside the study: so a proposal depends on the
-    study's content, the seed and the trial's number only. No candidate is proposed twice. Failed trials are known, and
-    nothing is inferred from them; a trial that is still running is not waited for.
+    study's content, the seed and the trial's number only. No candidate is proposed twice. Failed trials and those that
+    racing stopped are known, and nothing is inferred from them; a trial that is still running is not waited for.
     """
 
     name: ClassVar[str]
@@ -80,6 +80,13 @@ class CandidateSampler(BaseSampler):
     @abstractmethod
     def num_candidates(self) -> int:
         """How many candidates the search has when nothing else ends it."""
+
+    @property
+    def num_parents(self) -> int | None:
+        """From how many of the best candidates it infers anything; None where it needs the values of all, so that none
+        may be stopped before its last window.
+        """
+        return None
 
     @abstractmethod
     def _draw(self, past: Past, index: int, rng: np.random.Generator) -> Candidate:

@@ -24,6 +24,8 @@ COST = "num_forward_equivalent_tokens"  # that the scoring took; 0 where a score
 REUSED_FROM = "reused_from"  # number of the trial whose score it took over, where the same regime had been scored
 SCORE = "score"  # nats and tokens by window and position block; written last, before the trial is finished
 GUARD = "short_excess_nats"  # a constraint, not an attribute: nats per token above what the objective's guard allows
+MARK = "mark"  # number of the trial that it is raced against, see racing.py; its windows are scored one by one then
+STOPPED_AFTER = "stopped_after"  # how many windows it was stopped after in a race; its state is PRUNED then
 FAILURE = "failure"  # why it could not be scored; likewise
 PLAN = "plan"  # of a sampler that takes gradients: what has to be done before the candidate is known, see gradient.py
 
@@ -53,6 +55,19 @@ def recorded_steps(trial: FrozenTrial | Trial) -> list[Step]:
     found: list[Step] = []
     while (value := trial.user_attrs.get(step_key(len(found)))) is not None:
         found.append(Step(**{**value, "gradient": tuple(value["gradient"])}))
+    return found
+
+
+def window_key(index: int) -> str:
+    """The attribute that holds the score of window `index` alone of a trial that is raced, counted from 0."""
+    return f"window_{index:03d}"
+
+
+def recorded_windows(trial: FrozenTrial | Trial) -> list[Score]:
+    """What a trial that is raced, or was stopped, has scored so far: one score for each window, in order."""
+    found: list[Score] = []
+    while (value := trial.user_attrs.get(window_key(len(found)))) is not None:
+        found.append(Score.from_json(value))
     return found
 
 

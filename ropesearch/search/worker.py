@@ -24,6 +24,7 @@ from ropesearch.search.front import Point, points
 from ropesearch.search.once import GuardReference, guard_score, no_guard_score
 from ropesearch.search.ownership import exclusive, is_alive, working
 from ropesearch.search.parameters import candidate_of, suggest
+from ropesearch.search.racing import Racing
 from ropesearch.search.sampler import CandidateSampler
 from ropesearch.search.selection import SELECTION, Finalist, choose_finalists, score_finalists
 from ropesearch.search.space import SEARCHED, Candidate
@@ -33,6 +34,7 @@ from ropesearch.search.trials import (
     COST,
     FAILURE,
     GUARD,
+    MARK,
     METHOD,
     OWNER,
     PLAN,
@@ -40,6 +42,7 @@ from ropesearch.search.trials import (
     REUSED_FROM,
     SCORE,
     SECONDS,
+    STOPPED_AFTER,
     Step,
     candidate_json,
     is_searched,
@@ -66,9 +69,9 @@ Evaluate = Callable[[Regime, str], Score]
 class SearchEvent:
     """Something finished, for whoever shows progress.
 
-    `split` says which windows it was scored on; `nats_per_token` is None when it failed, and then `failure` says why.
-    The best is the best of all trials so far, baselines included. `spent_fraction` is of the budget, or of the
-    finalists, in [0, 1].
+    `split` says which windows it was scored on; `nats_per_token` is None when it failed, and then `failure` says why,
+    and for a candidate that racing stopped, `num_stopped` so far. The best is the best of all trials so far, baselines
+    included. `spent_fraction` is of the budget, or of the finalists, in [0, 1].
     """
 
     split: str
@@ -80,11 +83,14 @@ class SearchEvent:
     best_method: str | None
     num_finished: int
     spent_fraction: float
+    num_stopped: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class SearchResult:
     """What a search came to.
+
+    Racing stopped `num_stopped` candidates, which saved `num_saved_tokens` of forward passes on the search windows.
 
     `regime` is the finalist with the least nats per token on the selection windows, and `method` and `trial_number` say
     which it is: "searched", or the name of a baseline that no candidate could beat. `search_scores` holds the scores of
@@ -105,6 +111,8 @@ class SearchResult:
     num_failed: int
     num_forward_equivalent_tokens: int
     stopped_because: str
+    num_stopped: int = 0
+    num_saved_tokens: int = 0
     objective: Objective = _NATS_PER_TOKEN
     num_candidates_in_guard: int | None = None
     points: Sequence[Point] = ()
@@ -122,6 +130,7 @@ def run_search(
     evaluate: Evaluate,
     *,
     differentiate: Differentiate | None = None,
+    racing: Racing | None = None,
     baselines: Sequence[Regime],
     cost_tokens: int,
     step_cost_tokens: int = 0,
@@ -133,6 +142,9 @@ def run_search(
     on_event: Callable[[SearchEvent], None] = lambda event: None,
 ) -> SearchResult:
     """Work on the search in `run_folder` until it is finished; begin it, join it, or go on with it as needed.
+
+    With `racing`, candidates are scored window by window, and stopped when they are hopeless (see racing.py); baselines
+    and candidates that took gradient steps are not.
 
     `baselines`, with distinct names, are the first trials, as many as the sampler was told. `evaluate(regime, split)`
     scores a regime on the "search" or "selection" windows and raises ScoringError when it cannot; a score on the search
@@ -158,6 +170,7 @@ def run_search(
             sampler=sampler,
             evaluate=evaluate,
             differentiate=differentiate,
+            racing=racing,
             cost_tokens=cost_tokens,
             step_cost_tokens=step_cost_tokens,
             limits=limits,
@@ -179,6 +192,7 @@ def run_search(
     shown = [trial for trial in trials if not is_searched(trial) or trial.number in best_candidates]
     scores = {trial.user_attrs[METHOD]: recorded_score(trial) for trial in shown}
     winner = finalists[0]
+    stopped = [trial for trial in trials if trial.state is TrialState.PRUNED]
     return SearchResult(
         regime=winner.regime,
         trial_number=winner.trial_number,
@@ -188,6 +202,8 @@ def run_search(
         course=sorted((trial.number, trial.values[0]) for trial in scored if is_searched(trial)),
         num_trials=len(trials),
         num_failed=sum(trial.state is TrialState.FAIL for trial in trials),
+        num_stopped=len(stopped),
+        num_saved_tokens=sum(cost_tokens - trial.user_attrs[COST] for trial in stopped),
         num_forward_equivalent_tokens=spent_tokens(trials),
         stopped_because=limits.reached(trials) or "",
         objective=objective,
@@ -204,6 +220,7 @@ class _Worker:
     sampler: CandidateSampler
     evaluate: Evaluate
     differentiate: Differentiate | None
+    racing: Racing | None
     cost_tokens: int
     step_cost_tokens: int
     limits: Budget
@@ -290,11 +307,11 @@ class _Worker:
             suggest(self.sampler.space, trial)
 
     def _finish(self, trial: Trial) -> None:
-        """Score an owned trial, or take over the score of the same regime, and tell the study."""
+        """Score an owned trial, as far as racing lets it, or take over the score of the same regime; tell the study."""
         if REGIME not in trial.user_attrs and FAILURE not in trial.user_attrs:
             trial = self._stepped(trial)
         recorded = trial.user_attrs
-        if SCORE not in recorded and FAILURE not in recorded:
+        if not {SCORE, STOPPED_AFTER, FAILURE} & set(recorded):
             twin = self._twin(trial.number, recorded[REGIME])
             with_outcome = self._scored(trial) if twin is None else self._reused(twin, trial)
             with self.opened.journal.together():
@@ -309,6 +326,9 @@ class _Worker:
                 trial.set_constraint(GUARD, excess)
             self.opened.study.tell(trial, self.objective.values(score))
             self._report(SEARCH, trial.number, recorded[METHOD], score, None)
+        elif STOPPED_AFTER in recorded:
+            self.opened.study.tell(trial, state=TrialState.PRUNED)
+            self._report(SEARCH, trial.number, recorded[METHOD], None, None)
         else:
             self.opened.study.tell(trial, state=TrialState.FAIL)
             self._report(SEARCH, trial.number, recorded[METHOD], None, recorded[FAILURE])
@@ -338,8 +358,20 @@ class _Worker:
         with exclusive(self.opened.run_folder):
             return self._own(Trial(self.opened.study, trial._trial_id))  # which asks the sampler anew
 
+    def _raced(self, trial: Trial, regime: Regime) -> dict[str, Any] | None:
+        """What a race makes of a trial; None where it does not race, or there is nothing to race against yet."""
+        if self.racing is None or trial.user_attrs[METHOD] != SEARCHED or PLAN in trial.user_attrs:
+            return None
+        trials = self.trials()
+        begun = trial.user_attrs.get(MARK)
+        mark = self.racing.mark(trials) if begun is None else trials[begun]
+        return None if mark is None else self.racing.run(trial, regime, mark, self.opened.journal)
+
     def _scored(self, trial: Trial) -> dict[str, Any]:
         regime = recorded_regime(trial, self.sampler.space.target_length)
+        raced = self._raced(trial, regime)
+        if raced is not None:
+            return raced
         started = time.perf_counter()
         try:
             outcome: dict[str, Any] = {SCORE: self.evaluate(regime, SEARCH).to_json()}
@@ -426,6 +458,7 @@ class _Worker:
                 best_nats_per_token=best[0].values[0] if best else None,
                 best_method=best[0].user_attrs[METHOD] if best else None,
                 num_finished=sum(trial.state.is_finished() for trial in trials),
+                num_stopped=sum(trial.state is TrialState.PRUNED for trial in trials),
                 spent_fraction=self.limits.spent_fraction(trials) if fraction is None else fraction,
             )
         )

@@ -40,6 +40,31 @@ def test_lengths_are_weighted_means_by_token() -> None:
     assert even.value(SCORE) == pytest.approx((69 / 30 + 29 / 14 + 9 / 6) / 3, rel=1e-15)
 
 
+@pytest.mark.parametrize(
+    "config",
+    [
+        ScoringConfig(),
+        ScoringConfig(lengths=[4, 16], length_weights=[3.0, 1.0]),
+        ScoringConfig(lengths=[16, 8, 4], max_short_perplexity_increase=0.1),
+    ],
+)
+def test_the_value_is_the_mean_of_the_windows_values(config: ScoringConfig) -> None:
+    objective = objective_of(config, 16, 8)
+    values = objective.window_values(SCORE)
+    assert values.mean() == pytest.approx(objective.value(SCORE), rel=1e-15)
+    for row in range(2):
+        alone = Score(nats=SCORE.nats[[row]], tokens=SCORE.tokens[[row]], block_edges=SCORE.block_edges)
+        assert values[row] == objective.value(alone)
+    assert values[0] != values[1]
+
+
+def test_windows_of_two_kinds_have_no_values_of_their_own() -> None:
+    objective = Objective(needle_weight=0.5)
+    assert Objective().has_window_values and not objective.has_window_values
+    with pytest.raises(InputError, match="not alike"):
+        objective.window_values(SCORE)
+
+
 def test_the_last_tokens_of_each_length() -> None:
     objective = objective_of(ScoringConfig(lengths=[8, 16], last_tokens=4), 16, 8)
     assert objective.spans == [(4, 8), (12, 16)]

@@ -134,3 +134,18 @@ def test_answers_survive_json_and_only_where_there_are_some() -> None:
     for answered in ([True], [0, 1], ["yes", None], "no", {"a": 1}):
         with pytest.raises(InputError, match="score: expected"):
             Score.from_json({**SCORE.to_json(), "answered": answered})
+
+
+def test_scores_of_windows_are_joined_in_order() -> None:
+    edges = [0, 2, 4]
+    first = Score(nats=[[1.0, 2.0]], tokens=[[1, 2]], block_edges=edges)
+    others = Score(nats=[[3.0, 4.0], [5.0, 6.0]], tokens=[[1, 2], [2, 2]], block_edges=edges)
+    whole = Score(nats=[[1, 2], [3, 4], [5, 6]], tokens=[[1, 2], [1, 2], [2, 2]], block_edges=edges)
+    assert Score.joined([first, others]).to_json() == whole.to_json()
+    assert Score.joined([first]).to_json() == first.to_json()
+    answered = Score(nats=[[0.0, 4.0]], tokens=[[0, 2]], block_edges=edges, answered=[True])
+    assert Score.joined([answered, answered]).answered == (True, True)
+    with pytest.raises(InputError, match="answered"):
+        Score.joined([answered, first])
+    with pytest.raises(InputError, match="position blocks"):
+        Score.joined([first, Score(nats=[[1.0]], tokens=[[1]], block_edges=[0, 4])])

@@ -19,6 +19,7 @@ from ropesearch.model.load import LoadedModel
 from ropesearch.rope.regime import Regime
 from ropesearch.score import forward, scorer
 from ropesearch.score.config import ScoringConfig
+from ropesearch.score.score import Score
 from ropesearch.score.scorer import (
     block_edges,
     forward_equivalent_tokens,
@@ -140,6 +141,9 @@ def test_a_window_is_scored_alone(toy_loaded: LoadedModel) -> None:
     together = score_windows(toy_loaded, windows, ScoringConfig())
     alone = Windows("search", LENGTH, windows.token_ids[1:2], windows.documents[1:2], True)
     np.testing.assert_array_equal(score_windows(toy_loaded, alone, ScoringConfig()).nats[0], together.nats[1])
+    each = [score_windows(toy_loaded, windows, ScoringConfig(), only=index) for index in range(3)]
+    assert Score.joined(each).to_json() == together.to_json()
+    assert each[2].nats.tolist() == together.nats[2:].tolist()
 
 
 def test_block_edges_are_equal_parts() -> None:

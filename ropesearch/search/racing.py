@@ -1,0 +1,129 @@
+"""Racing: a candidate is scored window by window, and stopped when it is clearly worse than the one that it must reach.
+
+The idea is that of racing algorithms (Maron and Moore 1994, "Hoeffding races"; Birattari et al. 2002, "A racing
+algorithm for configuring metaheuristics"). Here only the last of the candidates that matter is raced against: what a
+stopped candidate would have been worth in the end is never needed.
+"""
+
+import math
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from optuna import Trial
+from optuna.trial import FrozenTrial
+from scipy.stats import t as student
+
+from ropesearch.errors import ScoringError
+from ropesearch.rope.regime import Regime
+from ropesearch.score.objective import Objective
+from ropesearch.score.score import Score
+from ropesearch.search.config import RacingConfig, RacingMark, SelectionConfig
+from ropesearch.search.journal import Journal
+from ropesearch.search.sampler import CandidateSampler
+from ropesearch.search.trials import (
+    COST,
+    FAILURE,
+    MARK,
+    SCORE,
+    SECONDS,
+    STOPPED_AFTER,
+    is_searched,
+    ranked,
+    recorded_windows,
+    violation,
+    window_key,
+)
+
+# See benchmarks/racing.py for what they were chosen by.
+LEAST_WINDOWS = 4
+CHANCE = 0.1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Racing:
+    """What a race needs. `evaluate(regime, window)` gives the score of one search window alone, of `num_windows` that
+    are taken in order, and costs `window_cost_tokens`; it raises ScoringError when it cannot. `objective` makes values
+    of them. The mark is the candidate that is `rank`th best (from 1) when a new one is begun.
+    """
+
+    evaluate: Callable[[Regime, int], Score]
+    num_windows: int
+    window_cost_tokens: int
+    objective: Objective
+    rank: int
+
+    def mark(self, trials: Sequence[FrozenTrial]) -> FrozenTrial | None:
+        """The trial to race against; None while fewer have finished.
+
+        None also where that one breaks the objective's guard: a candidate that is worse and breaks it less comes first.
+        """
+        marks = [trial for trial in ranked(trials) if is_searched(trial)][self.rank - 1 : self.rank]
+        return marks[0] if marks and violation(marks[0]) == 0 else None
+
+    def run(self, trial: Trial, regime: Regime, mark: FrozenTrial, journal: Journal) -> dict[str, Any]:
+        """Score the windows that are left of a trial one by one, each kept in it at once; returns the attributes that
+        say how that ended: the whole score, after how many windows the trial was stopped, or why it failed.
+        """
+        values = self.objective.window_values(Score.from_json(mark.user_attrs[SCORE]))
+        scores = recorded_windows(trial)
+        while len(scores) < self.num_windows:
+            if scores:
+                differences = self.objective.window_values(Score.joined(scores)) - values[: len(scores)]
+                if is_hopeless(differences, self.num_windows):
+                    return {COST: len(scores) * self.window_cost_tokens, STOPPED_AFTER: len(scores)}
+            started = time.perf_counter()
+            try:
+                score = self.evaluate(regime, len(scores))
+                outcome: dict[str, Any] = {MARK: mark.number, window_key(len(scores)): score.to_json()}
+            except ScoringError as error:
+                outcome = {FAILURE: str(error)}
+            seconds = trial.user_attrs.get(SECONDS, 0.0) + time.perf_counter() - started
+            # Reckoned, not added up: a kill may leave a window written, and what it has cost not.
+            outcome = {SECONDS: seconds, COST: (len(scores) + 1) * self.window_cost_tokens, **outcome}
+            if FAILURE in outcome:
+                return outcome
+            with journal.together():
+                for key, value in outcome.items():
+                    trial.set_user_attr(key, value)
+            scores.append(score)
+        return {COST: len(scores) * self.window_cost_tokens, SCORE: Score.joined(scores).to_json()}
+
+
+def mark_rank(
+    config: RacingConfig, selection: SelectionConfig, sampler: CandidateSampler, objective: Objective, num_windows: int
+) -> int | None:
+    """The rank (from 1) of the candidate that new ones are raced against; None where nothing is raced: when that is
+    asked, for samplers that need the values of all candidates, for needles, whose windows are not alike, and for too
+    few windows to stop before the last.
+    """
+    if config.mark is RacingMark.none or sampler.num_parents is None or not objective.has_window_values:
+        return None
+    if num_windows <= LEAST_WINDOWS:
+        return None
+    if config.mark is RacingMark.finalists:
+        return selection.num_finalists
+    return max(sampler.num_parents, selection.num_finalists)
+
+
+def is_hopeless(differences: NDArray[np.float64], num_windows: int) -> bool:
+    """Whether a candidate is to be stopped: by how much it is worse than the mark on each of the first windows, of
+    `num_windows` in all.
+
+    The question is whether the mean over all windows will be above 0. With the first k of n as a sample of the n, that
+    is a one-sided paired t test with the correction for a finite population (Cochran 1977, Sampling Techniques, sec.
+    2.6): t = mean / (deviation / sqrt k) * sqrt(n / (n - k)), with k - 1 degrees of freedom. It is asked after every
+    window from the LEAST_WINDOWS'th to the last but one, each time at CHANCE divided by how often it is asked: so a
+    candidate that is as good as the mark is stopped with a chance of at most CHANCE (Bonferroni), a better one seldom.
+    """
+    num_seen = len(differences)
+    if not LEAST_WINDOWS <= num_seen < num_windows:
+        return False
+    mean, deviation = float(differences.mean()), float(differences.std(ddof=1))
+    if mean <= 0 or deviation == 0:
+        return mean > 0
+    statistic = mean / deviation * math.sqrt(num_seen * num_windows / (num_windows - num_seen))
+    return bool(student.sf(statistic, num_seen - 1) < CHANCE / (num_windows - LEAST_WINDOWS))

@@ -1,0 +1,369 @@
+"""ropesearch/search/racing.py: the test by scipy and by simulation, and searches that race."""
+
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import assume, given
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+from optuna.trial import FrozenTrial, TrialState
+from scipy import stats
+
+from ropesearch.errors import ScoringError
+from ropesearch.rope.regime import Regime
+from ropesearch.score.config import ScoringConfig
+from ropesearch.score.objective import Objective, objective_of
+from ropesearch.score.score import Score
+from ropesearch.search.config import (
+    BudgetConfig,
+    CMAESConfig,
+    EvolutionConfig,
+    GradientConfig,
+    OptimizerConfig,
+    RacingConfig,
+    RacingMark,
+    RandomConfig,
+    SelectionConfig,
+    TPEConfig,
+)
+from ropesearch.search.racing import CHANCE, LEAST_WINDOWS, Racing, is_hopeless, mark_rank
+from ropesearch.search.study import JOURNAL_NAME
+from ropesearch.search.trials import PLAN, Step, candidate_json, is_searched, ranked, recorded_candidate
+from ropesearch.search.worker import SearchEvent, SearchResult
+from tests.search.analytic import EVOLUTION, distance, make_sampler, run
+from tests.search.test_worker import Killed, contents, study_of
+
+NUM_WINDOWS = 8
+COST_TOKENS = 16
+
+Differences = list[float]
+eighths = st.integers(-800, 800).map(lambda count: count / 8)
+seen_and_all = st.integers(LEAST_WINDOWS, 15).flatmap(
+    lambda seen: st.tuples(st.lists(eighths, min_size=seen, max_size=seen), st.integers(seen + 1, 64))
+)
+
+
+def p_value(differences: NDArray[np.float64], num_windows: int) -> float:
+    """That of a t test of the windows seen against what the others would have to be for a mean of 0 over all."""
+    seen, left = len(differences), num_windows - len(differences)
+    needed = -differences.sum() / left
+    spread = differences.std(ddof=1) * math.sqrt(1 / seen + 1 / left)
+    return float(stats.t.sf((differences.mean() - needed) / spread, seen - 1))
+
+
+def level_of(num_windows: int) -> float:
+    """So that all looks together have the chance of a false stop that is meant."""
+    return CHANCE / len(range(LEAST_WINDOWS, num_windows))
+
+
+@given(seen_and_all)
+def test_it_is_a_t_test_of_the_mean_over_all_windows(given_values: tuple[Differences, int]) -> None:
+    values, num_windows = given_values
+    differences = np.array(values)
+    assume(len(set(values)) > 1)
+    expected = p_value(differences, num_windows)
+    assume(abs(expected - level_of(num_windows)) > 1e-9)
+    assert is_hopeless(differences, num_windows) == (expected < level_of(num_windows))
+    many = stats.ttest_1samp(differences, 0, alternative="greater").pvalue  # no end of windows: the plain t test
+    assert p_value(differences, 10**9) == pytest.approx(many, rel=1e-5, abs=1e-12)
+
+
+@given(seen_and_all)
+def test_what_is_not_worse_so_far_is_never_stopped(given_values: tuple[Differences, int]) -> None:
+    values, num_windows = given_values
+    assert not is_hopeless(-np.abs(values), num_windows)
+    differences = np.array(values)
+    assume(differences.mean() <= 0)
+    assert not is_hopeless(differences, num_windows)
+
+
+@given(seen_and_all, st.randoms(use_true_random=False), eighths.map(abs))
+def test_order_does_not_matter_and_worse_is_not_better(
+    given_values: tuple[Differences, int], random: Any, more: float
+) -> None:
+    values, num_windows = given_values
+    differences = np.array(values)
+    assume(len(set(values)) == 1 or abs(p_value(differences, num_windows) - level_of(num_windows)) > 1e-9)
+    stopped = is_hopeless(differences, num_windows)
+    random.shuffle(values)
+    assert is_hopeless(np.array(values), num_windows) == stopped
+    if stopped:
+        assert is_hopeless(differences + more, num_windows)
+
+
+def test_ties_and_ends() -> None:
+    worse = np.full(16, 0.5)
+    assert not is_hopeless(np.zeros(8), 16)
+    assert is_hopeless(worse[:LEAST_WINDOWS], 16)  # the same on each window
+    assert not is_hopeless(worse[: LEAST_WINDOWS - 1], 16)
+    assert not is_hopeless(worse, 16)  # all are scored: nothing is to be saved
+
+
+@pytest.mark.parametrize("draw", ["normal", "heavy"])
+def test_candidates_as_good_as_the_mark_are_seldom_stopped(draw: str) -> None:
+    """Over all looks together, with a mean of exactly 0 over all windows: what is stopped then is stopped wrongly."""
+    rng = np.random.default_rng(0)
+    draws = {
+        "normal": lambda: rng.standard_normal(16),
+        "heavy": lambda: rng.standard_t(5, 16),
+    }
+    stopped = 0
+    for _ in range(500):
+        differences = draws[draw]()
+        differences -= differences.mean()
+        stopped += any(is_hopeless(differences[:seen], 16) for seen in range(1, 16))
+    assert 5 < stopped < 500 * CHANCE
+
+
+def window_score(regime: Regime, window: int) -> Score:
+    """Windows that differ, and in which the candidates differ a little from their distance to the optimum."""
+    noise = math.sin(1000 * sum(regime.factors) * (window + 1)) + math.cos(5000 * regime.attention_factor + window)
+    nats_per_token = 1 + 0.2 * window + distance(regime) * (1 + 0.1 * noise) + 0.01 * (1 + noise)
+    return Score(nats=[[2 * nats_per_token]], tokens=[[2]], block_edges=[0, 2])
+
+
+def evaluate(regime: Regime, split: str) -> Score:
+    return Score.joined([window_score(regime, window) for window in range(NUM_WINDOWS)])
+
+
+def raced(
+    folder: Path,
+    rank: int = EVOLUTION.num_parents,
+    window: Callable[[Regime, int], Score] = window_score,
+    objective: Objective | None = None,
+    **changes: Any,
+) -> SearchResult:
+    objective = objective or Objective()
+    racing = Racing(
+        evaluate=window,
+        num_windows=NUM_WINDOWS,
+        window_cost_tokens=COST_TOKENS // NUM_WINDOWS,
+        objective=objective,
+        rank=rank,
+    )
+    return run(folder, **{"num_trials": 60, "score": evaluate, "racing": racing, "objective": objective, **changes})
+
+
+def stopped_of(folder: Path) -> list[FrozenTrial]:
+    return [trial for trial in study_of(folder).get_trials() if trial.state is TrialState.PRUNED]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("raced")
+
+
+@pytest.fixture(scope="module")
+def result(folder: Path) -> SearchResult:
+    return raced(folder)
+
+
+def test_stopped_candidates_carry_what_was_scored_and_are_worse_than_their_mark(
+    folder: Path, result: SearchResult
+) -> None:
+    trials = study_of(folder).get_trials()
+    stopped = stopped_of(folder)
+    assert 10 < len(stopped) == result.num_stopped < 50
+    for trial in stopped:
+        known = trial.user_attrs
+        mark = trials[known["mark"]]
+        before = [other for other in ranked(trials[: trial.number]) if is_searched(other)]
+        assert mark.number == before[EVOLUTION.num_parents - 1].number
+        assert trial.values is None and "score" not in known and "failure" not in known
+        num_windows = known["stopped_after"]
+        assert LEAST_WINDOWS <= num_windows < NUM_WINDOWS
+        regime = make_sampler().space.regime(recorded_candidate(trial))  # type: ignore[arg-type]
+        values = [window_score(regime, window).nats_per_token for window in range(NUM_WINDOWS)]
+        kept = [Score.from_json(known[f"window_{window:03d}"]) for window in range(num_windows)]
+        assert [score.nats_per_token for score in kept] == values[:num_windows]
+        assert f"window_{num_windows:03d}" not in known
+        assert known["num_forward_equivalent_tokens"] == num_windows * COST_TOKENS // NUM_WINDOWS
+        differences = np.array(values) - Score.from_json(mark.user_attrs["score"]).window_nats / 2
+        looks = [is_hopeless(differences[:seen], NUM_WINDOWS) for seen in range(1, num_windows + 1)]
+        assert looks == [False] * (num_windows - 1) + [True]
+        assert differences.mean() > 0  # none is stopped wrongly here
+
+
+def test_without_a_false_stop_it_is_the_same_search(folder: Path, result: SearchResult, tmp_path: Path) -> None:
+    whole = run(tmp_path, num_trials=60, score=evaluate)
+    trials, others = study_of(folder).get_trials(), study_of(tmp_path).get_trials()
+    assert [recorded_candidate(trial) for trial in trials] == [recorded_candidate(trial) for trial in others]
+    for trial, other in zip(trials, others, strict=True):
+        assert trial.state is TrialState.PRUNED or trial.values == other.values
+        if trial.state is TrialState.PRUNED:
+            assert "score" in other.user_attrs
+    assert (result.regime, result.trial_number) == (whole.regime, whole.trial_number)
+    assert [each.trial_number for each in result.finalists] == [each.trial_number for each in whole.finalists]
+    assert whole.num_stopped == whole.num_saved_tokens == 0
+    spent = result.num_forward_equivalent_tokens
+    assert spent + result.num_saved_tokens == whole.num_forward_equivalent_tokens
+    assert spent == sum(trial.user_attrs["num_forward_equivalent_tokens"] for trial in trials)
+
+
+def test_stopped_candidates_are_no_results(folder: Path, result: SearchResult) -> None:
+    numbers = {trial.number for trial in stopped_of(folder)}
+    assert not numbers & {finalist.trial_number for finalist in result.finalists}
+    assert not numbers & {number for number, _ in result.course}
+    assert len(result.course) + len(numbers) == 60
+    known = [str(candidate_json(candidate)) for trial in study_of(folder).get_trials()
+             if (candidate := recorded_candidate(trial))]  # fmt: skip
+    assert len(set(known)) == len(known) == 60
+
+
+def test_baselines_and_the_first_candidates_are_scored_whole(folder: Path, result: SearchResult) -> None:
+    trials = study_of(folder).get_trials()
+    for trial in trials[: 4 + EVOLUTION.num_parents]:
+        assert trial.state is TrialState.COMPLETE and "window_000" not in trial.user_attrs
+    assert all("window_003" in trial.user_attrs for trial in trials[4 + EVOLUTION.num_parents :])
+
+
+@pytest.mark.parametrize("num_calls", [0, 3, 9, 140])
+def test_a_race_killed_within_a_window_goes_on_where_it_was(
+    num_calls: int, folder: Path, result: SearchResult, tmp_path: Path
+) -> None:
+    calls: list[tuple[Regime, int]] = []
+
+    def dying(regime: Regime, window: int) -> Score:
+        if len(calls) == num_calls:
+            raise Killed
+        calls.append((regime, window))
+        return window_score(regime, window)
+
+    def counted(regime: Regime, window: int) -> Score:
+        calls.append((regime, window))
+        return window_score(regime, window)
+
+    with pytest.raises(Killed):
+        raced(tmp_path, window=dying)
+    assert raced(tmp_path, window=counted).regime == result.regime
+    assert contents(tmp_path) == contents(folder)
+    assert len(set(calls)) == len(calls)  # no window twice
+
+
+def test_a_race_cut_after_any_line_of_its_journal_goes_on_as_if_nothing_had_happened(tmp_path: Path) -> None:
+    raced(tmp_path / "whole", rank=1, num_trials=4)
+    expected = contents(tmp_path / "whole")
+    assert [trial.number for trial in stopped_of(tmp_path / "whole")] == [7]
+    lines = (tmp_path / "whole" / JOURNAL_NAME).read_bytes().splitlines(keepends=True)
+    asked = max(place for place, line in enumerate(lines) if b'"op_code":4' in line)
+    for cut in range(asked, len(lines)):
+        folder = tmp_path / str(cut)
+        folder.mkdir()
+        (folder / JOURNAL_NAME).write_bytes(b"".join(lines[:cut]) + lines[cut][:7])
+        raced(folder, rank=1, num_trials=4)
+        assert contents(folder) == expected, f"cut after {cut} of {len(lines)} lines"
+
+
+def test_a_window_that_cannot_be_scored_fails_the_trial(tmp_path: Path) -> None:
+    def failing(regime: Regime, window: int) -> Score:
+        if window == 2:
+            raise ScoringError("nats are not a number")
+        return window_score(regime, window)
+
+    result = raced(tmp_path, window=failing, num_trials=10)
+    trials = study_of(tmp_path).get_trials()[4 + EVOLUTION.num_parents :]
+    assert {trial.state for trial in trials} == {TrialState.FAIL} and result.num_failed == len(trials) == 6
+    for trial in trials:
+        assert trial.user_attrs["failure"] == "nats are not a number"
+        assert trial.user_attrs["num_forward_equivalent_tokens"] == 3 * COST_TOKENS // NUM_WINDOWS
+
+
+def test_events_tell_what_was_stopped(tmp_path: Path) -> None:
+    events: list[SearchEvent] = []
+    result = raced(tmp_path, on_event=events.append, num_trials=30)
+    searched = [event for event in events if event.split == "search"]
+    stopped = [event for event in searched if event.nats_per_token is None]
+    assert [event.num_stopped for event in stopped] == list(range(1, result.num_stopped + 1)) and stopped
+    assert all(event.failure is None for event in stopped)
+    assert [event.num_finished for event in searched] == list(range(1, 35))
+
+
+def test_patience_counts_stopped_candidates(tmp_path: Path) -> None:
+    raced(tmp_path, rank=1, budget=BudgetConfig(patience_trials=6))
+    trials = study_of(tmp_path).get_trials()
+    best = next(trial for trial in ranked(trials) if is_searched(trial))
+    assert len(trials) == best.number + 1 + 6
+    assert any(trial.state is TrialState.PRUNED for trial in trials[best.number :])
+
+
+GUARDED = objective_of(ScoringConfig(max_short_perplexity_increase=0.05, num_blocks=2), 4, 2)
+
+
+def guarded_window(regime: Regime, window: int) -> Score:
+    """As `window_score`, and the first half costs what the factors of the fast half are above 1."""
+    short, long = 1 + 0.1 * float(np.log(regime.factors[:4]).sum()), window_score(regime, window).nats_per_token
+    return Score(nats=[[2 * short, 2 * long]], tokens=[[2, 2]], block_edges=[0, 2, 4])
+
+
+def test_with_a_guard_only_the_value_stops_and_only_against_a_mark_that_keeps_it(tmp_path: Path) -> None:
+    def whole(regime: Regime, split: str) -> Score:
+        return Score.joined([guarded_window(regime, window) for window in range(NUM_WINDOWS)])
+
+    result = raced(tmp_path, window=guarded_window, score=whole, objective=GUARDED, num_trials=100)
+    trials = study_of(tmp_path).get_trials()
+    stopped = stopped_of(tmp_path)
+    assert stopped and result.num_stopped == len(stopped)
+    assert all(trial.constraints == {} for trial in stopped)
+    for trial in stopped:
+        mark = trials[trial.user_attrs["mark"]]
+        assert max(mark.constraints.values()) <= 0
+        regime = make_sampler().space.regime(recorded_candidate(trial))  # type: ignore[arg-type]
+        assert GUARDED.value(whole(regime, "search")) > mark.values[0]
+    unguarded = [trial for trial in trials if trial.state is TrialState.COMPLETE and not trial.constraints]
+    assert unguarded == []
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "parents", "finalists"),
+    [
+        (EvolutionConfig(num_parents=32), 32, 8),
+        (EvolutionConfig(num_parents=4), 8, 8),
+        (RandomConfig(), 8, 8),
+        (GradientConfig(), 8, 8),
+        (TPEConfig(), None, None),
+        (CMAESConfig(), None, None),
+    ],
+)
+def test_which_candidate_is_the_mark(optimizer: OptimizerConfig, parents: int | None, finalists: int | None) -> None:
+    sampler = make_sampler(optimizer=optimizer)
+    found = {
+        mark: mark_rank(RacingConfig(mark=mark), SelectionConfig(num_finalists=8), sampler, Objective(), 5)
+        for mark in RacingMark
+    }
+    assert found == {RacingMark.none: None, RacingMark.parents: parents, RacingMark.finalists: finalists}
+    needles = Objective(needle_weight=0.5)
+    assert mark_rank(RacingConfig(), SelectionConfig(), sampler, needles, 5) is None
+    assert mark_rank(RacingConfig(), SelectionConfig(), sampler, Objective(), LEAST_WINDOWS) is None
+
+
+def test_legs_of_a_descent_are_scored_whole(tmp_path: Path) -> None:
+    def differentiate(regime: Regime, window: int, *guard_weight: float) -> Step:
+        return Step(window=window, nats_per_token=1.0, gradient=(0.1,) * len(regime.factors) + (0.0,))
+
+    folder = tmp_path / "gradient"
+    from tests.search.analytic import BASELINES, FINGERPRINTS, run_search
+
+    sampler = make_sampler(optimizer=GradientConfig(num_candidates=24, num_starts=1))
+    racing = Racing(evaluate=window_score, num_windows=NUM_WINDOWS, window_cost_tokens=2, objective=Objective(), rank=1)
+    run_search(
+        folder,
+        sampler,
+        evaluate,
+        differentiate=differentiate,
+        racing=racing,
+        baselines=BASELINES,
+        cost_tokens=COST_TOKENS,
+        fingerprints=FINGERPRINTS,
+        budget=BudgetConfig(),
+        selection=SelectionConfig(num_finalists=3),
+    )
+    trials = study_of(folder).get_trials()[4:]
+    legs = [trial for trial in trials if PLAN in trial.user_attrs]
+    assert len(legs) > 1 and all(trial.state is TrialState.COMPLETE for trial in legs)
+    assert not any("mark" in trial.user_attrs for trial in legs)
+    polish = [trial for trial in trials if PLAN not in trial.user_attrs]
+    assert any(trial.state is TrialState.PRUNED for trial in polish)
