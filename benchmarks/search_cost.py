@@ -43,10 +43,10 @@ from ropesearch.search.baselines import baseline_regimes, seed_regimes
 from ropesearch.search.config import OPTIMIZERS, BudgetConfig, OptimizerConfig, SelectionConfig, SpaceConfig
 from ropesearch.search.optimizers import make_sampler
 from ropesearch.search.ownership import claimed
+from ropesearch.search.run import run_search
 from ropesearch.search.spaces import make_space
 from ropesearch.search.study import open_study
 from ropesearch.search.trials import COST, METHOD, SECONDS, Step, recorded_regime
-from ropesearch.search.worker import run_search
 
 RESULTS = Path(__file__).parent / "results"
 DEFAULT = "gradient"

@@ -50,11 +50,12 @@ from ropesearch.search.budget import Budget
 from ropesearch.search.optimizers import make_sampler
 from ropesearch.search.ownership import exclusive
 from ropesearch.search.racing import Racing, mark_rank
+from ropesearch.search.run import SearchResult, run_search
 from ropesearch.search.space import SEARCHED
 from ropesearch.search.spaces import make_space
 from ropesearch.search.study import open_study
 from ropesearch.search.trials import regime_json
-from ropesearch.search.worker import SearchEvent, SearchResult, run_search
+from ropesearch.search.worker import SearchEvent
 from ropesearch.track.plots import plot_course, plot_factors, plot_front
 from ropesearch.track.progress import ProgressDisplay
 

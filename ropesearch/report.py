@@ -14,7 +14,7 @@ from ropesearch.evaluate.needle import NeedleEvaluation
 from ropesearch.evaluate.perplexity import Evaluation
 from ropesearch.evaluate.table import aligned, of_last, perplexity_text, render_table
 from ropesearch.score.objective import Objective
-from ropesearch.search.worker import SearchResult
+from ropesearch.search.run import SearchResult
 
 _NUM_FRONT_LINES = 6
 

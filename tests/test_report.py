@@ -20,8 +20,8 @@ from ropesearch.rope.regime import Regime
 from ropesearch.score.objective import Objective, Part
 from ropesearch.score.score import Score
 from ropesearch.search.front import Point
+from ropesearch.search.run import SearchResult
 from ropesearch.search.selection import Finalist
-from ropesearch.search.worker import SearchResult
 from tests import toys
 from tests.artifact.examples import REGIME, TARGET_LENGTH, rope_config
 

@@ -30,10 +30,10 @@ from ropesearch.search.config import (
     SpaceConfig,
 )
 from ropesearch.search.optimizers import make_sampler as sampler_of
+from ropesearch.search.run import SearchResult, run_search
 from ropesearch.search.sampler import CandidateSampler
 from ropesearch.search.spaces import make_space
 from ropesearch.search.trials import Step
-from ropesearch.search.worker import SearchResult, run_search
 
 TARGET_LENGTH = 2048
 NUM_WINDOWS = 2  # of the scores below

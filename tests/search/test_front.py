@@ -17,10 +17,10 @@ from ropesearch.score.score import Score
 from ropesearch.search.budget import trials_without_improvement
 from ropesearch.search.config import BudgetConfig
 from ropesearch.search.front import crowded_order, crowding_distances, non_domination_ranks
+from ropesearch.search.run import SearchResult
 from ropesearch.search.space import SEARCHED
 from ropesearch.search.study import open_study
 from ropesearch.search.trials import GUARD, METHOD, front, violation
-from ropesearch.search.worker import SearchResult
 from tests.search import analytic
 
 TWO = Objective(parts=(Part(length=8, weight=1.0, start=4),), short_tokens=4)

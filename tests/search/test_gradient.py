@@ -15,9 +15,9 @@ from optuna.trial import FrozenTrial, TrialState
 from ropesearch.errors import ScoringError
 from ropesearch.rope.regime import Regime
 from ropesearch.search.config import BudgetConfig, GradientConfig
+from ropesearch.search.run import SearchResult
 from ropesearch.search.study import JOURNAL_NAME
 from ropesearch.search.trials import COST, FAILURE, METHOD, OWNER, PLAN, SECONDS, Step, ranked, recorded_steps
-from ropesearch.search.worker import SearchResult
 from tests.search.analytic import BASELINES, NUM_WINDOWS, differentiate, distance, evaluate, make_sampler, run
 from tests.search.test_sampler import changed, trial_of
 from tests.search.test_worker import Killed, contents, same, study_of

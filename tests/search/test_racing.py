@@ -31,9 +31,10 @@ from ropesearch.search.config import (
     TPEConfig,
 )
 from ropesearch.search.racing import CHANCE, LEAST_WINDOWS, Racing, is_hopeless, mark_rank
+from ropesearch.search.run import SearchResult
 from ropesearch.search.study import JOURNAL_NAME
 from ropesearch.search.trials import PLAN, Step, candidate_json, is_searched, ranked, recorded_candidate
-from ropesearch.search.worker import SearchEvent, SearchResult
+from ropesearch.search.worker import SearchEvent
 from tests.search.analytic import EVOLUTION, distance, make_sampler, run
 from tests.search.test_worker import Killed, contents, study_of
 

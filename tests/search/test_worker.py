@@ -25,6 +25,7 @@ from ropesearch.search.baselines import baseline_regimes
 from ropesearch.search.config import BudgetConfig, EvolutionConfig, SelectionConfig
 from ropesearch.search.once import guard_score, scored_once
 from ropesearch.search.parameters import parameters
+from ropesearch.search.run import SearchResult
 from ropesearch.search.study import JOURNAL_NAME, open_study
 from ropesearch.search.trials import (
     CANDIDATE,
@@ -36,7 +37,7 @@ from ropesearch.search.trials import (
     recorded_score,
     violation,
 )
-from ropesearch.search.worker import SearchEvent, SearchResult
+from ropesearch.search.worker import SearchEvent
 from tests.search.analytic import (
     BASELINES,
     FINGERPRINTS,
@@ -302,7 +303,7 @@ def test_patience_counts_candidates_since_the_best(tmp_path: Path) -> None:
 
 
 def test_without_a_budget_the_generations_end_it(tmp_path: Path) -> None:
-    from ropesearch.search.worker import run_search
+    from ropesearch.search.run import run_search
 
     evolution = EvolutionConfig(num_population=6, num_parents=3, num_mutations=2, num_crossovers=1, num_generations=3)
     result = run_search(
@@ -319,7 +320,7 @@ def test_without_a_budget_the_generations_end_it(tmp_path: Path) -> None:
 
 
 def test_an_exhausted_space_ends_the_search(tmp_path: Path) -> None:
-    from ropesearch.search.worker import run_search
+    from ropesearch.search.run import run_search
 
     sampler = make_sampler(factor_step=5.0, attention_factor=1.1)
     assert sampler.space.num_candidates == 9
