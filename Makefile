@@ -11,7 +11,7 @@ INSTALLED := $(VENV)/.installed
 
 demo: $(INSTALLED)
 	$(VENV)/bin/python -m ropesearch.demo $(DATA)
-	$(VENV)/bin/ropesearch search $(DATA)/model corpus.path=$(DATA)/texts run=$(RUN) target_length=2048 budget.num_trials=200
+	$(VENV)/bin/ropesearch search $(DATA)/model corpus.path=$(DATA)/texts run=$(RUN) target_length=2048
 
 test: $(INSTALLED)
 	$(VENV)/bin/pytest -m "not slow"

@@ -1,8 +1,8 @@
 """The demo's search for seeds 0, 1 and 2: held-out perplexity against the usual methods, with paired intervals.
 
-    python benchmarks/search_seeds.py [OUT] [--num-trials 200]
+    python benchmarks/search_seeds.py [OUT]
 
-About five minutes a seed on two cores. Stopped and started again it goes on where it was. OUT (by default
+About two minutes a seed on two cores. Stopped and started again it goes on where it was. OUT (by default
 runs/search_seeds)
 gets the demo, a run folder for each seed, and search_seeds.json and search_seeds.md with the figures of the README.
 """
@@ -22,13 +22,12 @@ from ropesearch.files import write_bytes, write_json
 from ropesearch.model.config import ModelConfig
 from ropesearch.pipeline import search
 from ropesearch.run_folder import versions
-from ropesearch.search.config import BudgetConfig
 
 SEEDS = (0, 1, 2)
 TARGET_LENGTH = 2048
 
 
-def measured(out: Path, seed: int, num_trials: int) -> dict[str, Any]:
+def measured(out: Path, seed: int) -> dict[str, Any]:
     """One seed's figures; the search is begun, gone on with, or read."""
     outcome = search(
         SearchJob(
@@ -36,7 +35,6 @@ def measured(out: Path, seed: int, num_trials: int) -> dict[str, Any]:
             corpus=CorpusConfig(path=str(out / "demo" / "texts")),
             target_length=TARGET_LENGTH,
             seed=seed,
-            budget=BudgetConfig(num_trials=num_trials),
             run=str(out / f"seed-{seed}"),
         )
     )
@@ -72,18 +70,14 @@ def main() -> int:
     """The command."""
     parser = argparse.ArgumentParser(description="The demo's search for three seeds.")
     parser.add_argument("out", type=Path, nargs="?", default=Path("runs/search_seeds"), metavar="OUT")
-    parser.add_argument("--num-trials", type=int, default=200, help="candidates of each search (default 200)")
     options = parser.parse_args()
     try:
         write_demo(options.out / "demo")
-        results = [measured(options.out, seed, options.num_trials) for seed in SEEDS]
+        results = [measured(options.out, seed) for seed in SEEDS]
     except RopesearchError as error:
         print(f"search_seeds: {error}", file=sys.stderr)
         return error.exit_code
-    write_json(
-        options.out / "search_seeds.json",
-        {"num_trials": options.num_trials, "versions": versions(), "results": results},
-    )
+    write_json(options.out / "search_seeds.json", {"versions": versions(), "results": results})
     write_bytes(options.out / "search_seeds.md", table(results).encode())
     print(table(results), end="")
     return 0
