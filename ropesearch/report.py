@@ -46,6 +46,7 @@ class SearchOutcome:
             "checkpoint": str(self.checkpoint_folder),
             "rope_config": self.rope_config.to_json(),
             "failures": list(self.failures),
+            "scoring_seconds": self.result.scoring_seconds,
         }
 
     def to_text(self) -> str:
@@ -91,6 +92,7 @@ class SearchOutcome:
             f"chosen: {result.method} (trial {result.trial_number} of {result.num_trials}, "
             f"{result.num_failed} failed), attention factor {regime.attention_factor:.3f}, "
             f"factors {regime.factors[0]:.2f} to {regime.factors[-1]:.2f}",
+            _cost_text(result),
             *_racing_lines(result),
             f"price on short inputs: {price}",
             *(f"not scored: {failure}" for failure in self.failures),
@@ -182,6 +184,16 @@ def _outcome_of(finding: Finding) -> str:
 
 def _value_text(nats_per_token: float) -> str:
     return perplexity_text(nats_per_token, 1)
+
+
+def _cost_text(result: SearchResult) -> str:
+    """What guided the search has cost; the choice among the finalists and the report come on top."""
+    tokens = result.num_forward_equivalent_tokens
+    scores = tokens / result.num_tokens_of_a_score if result.num_tokens_of_a_score else 0.0
+    return (
+        f"cost: {tokens:,} forward-equivalent tokens, those of {scores:.1f} scorings of the search windows; "
+        f"{result.scoring_seconds:.0f} s of scoring"
+    )
 
 
 def _racing_lines(result: SearchResult) -> list[str]:

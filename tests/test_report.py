@@ -218,6 +218,7 @@ def test_json_is_strict_and_holds_all(each: Any) -> None:
             "run": "runs/a",
             "checkpoint": "runs/a/checkpoint",
             "rope_config": rope_config().to_json(),
+            "scoring_seconds": 0.0,
             "failures": [],
         }
     elif isinstance(each, EvaluateOutcome):

@@ -11,7 +11,7 @@ from ropesearch.errors import NothingScoredError
 from ropesearch.rope.regime import Regime
 from ropesearch.score.objective import Objective
 from ropesearch.score.score import Score
-from ropesearch.search.budget import Budget, spent_tokens
+from ropesearch.search.budget import Budget, spent_seconds, spent_tokens
 from ropesearch.search.config import BudgetConfig, SelectionConfig
 from ropesearch.search.front import Point, points
 from ropesearch.search.once import GuardReference
@@ -39,15 +39,14 @@ _NATS_PER_TOKEN = Objective()
 class SearchResult:
     """What a search came to.
 
-    Racing stopped `num_stopped` candidates, which saved `num_saved_tokens` of forward passes on the search windows.
-
     `regime` is the finalist with the least nats per token on the selection windows, and `method` and `trial_number` say
     which it is: "searched", or the name of a baseline that no candidate could beat. `search_scores` holds the scores of
     the baselines and of the candidate that is best on the selection windows, by method; `finalists` all that were
     scored on the selection windows, best first; `course` the number and nats per token of every scored candidate, in
-    order. Tokens and failures are counted over the trials on the search windows. `num_candidates_in_guard` says how
-    many candidates keep the objective's guard there, None without one. `points` are all scored trials by both
-    objectives, where there are two.
+    order. Tokens, seconds and failures are counted over the trials on the search windows, on which one score costs
+    `num_tokens_of_a_score`; racing stopped `num_stopped` candidates, which saved `num_saved_tokens`.
+    `num_candidates_in_guard` says how many candidates keep the objective's guard there, None without one. `points` are
+    all scored trials by both objectives, where there are two.
     """
 
     regime: Regime
@@ -62,6 +61,8 @@ class SearchResult:
     stopped_because: str
     num_stopped: int = 0
     num_saved_tokens: int = 0
+    num_tokens_of_a_score: int = 0
+    scoring_seconds: float = 0.0
     objective: Objective = _NATS_PER_TOKEN
     num_candidates_in_guard: int | None = None
     points: Sequence[Point] = ()
@@ -154,6 +155,8 @@ def run_search(
         num_stopped=len(stopped),
         num_saved_tokens=sum(cost_tokens - trial.user_attrs[COST] for trial in stopped),
         num_forward_equivalent_tokens=spent_tokens(trials),
+        num_tokens_of_a_score=cost_tokens,
+        scoring_seconds=spent_seconds(trials),
         stopped_because=limits.reached(trials) or "",
         objective=objective,
         num_candidates_in_guard=None
