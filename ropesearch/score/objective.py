@@ -89,8 +89,10 @@ class Objective:
 
     @property
     def has_window_values(self) -> bool:
-        """Whether it is a mean over windows that are alike: without needles, whose windows are of two kinds."""
-        return not self.needle_weight
+        """Whether it is one value, and that a mean over windows that are alike: without a second objective, and without
+        needles, whose windows are of two kinds.
+        """
+        return not self.needle_weight and self.num_values == 1
 
     def window_values(self, score: Score) -> NDArray[np.float64]:
         """The value of each window alone, float64 (num_windows,); `value` is their mean, as windows have equally many
@@ -99,7 +101,7 @@ class Objective:
         Raises InputError where `has_window_values` is false.
         """
         if not self.has_window_values:
-            raise InputError("objective: expected one without needles, whose windows are not alike")
+            raise InputError("objective: expected a single one without needles, whose windows are not alike")
         rows = zip(score.nats, score.tokens, strict=True)
         alone = [Score(nats[np.newaxis], tokens[np.newaxis], score.block_edges) for nats, tokens in rows]
         return np.array([self.value(window) for window in alone])

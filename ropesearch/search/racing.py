@@ -97,8 +97,8 @@ def mark_rank(
     config: RacingConfig, selection: SelectionConfig, sampler: CandidateSampler, objective: Objective, num_windows: int
 ) -> int | None:
     """The rank (from 1) of the candidate that new ones are raced against; None where nothing is raced: when that is
-    asked, for samplers that need the values of all candidates, for needles, whose windows are not alike, and for too
-    few windows to stop before the last.
+    asked, for samplers that need the values of all candidates, for two objectives, which have a front and no last of
+    the best, for needles, whose windows are not alike, and for too few windows to stop before the last.
     """
     if config.mark is RacingMark.none or sampler.num_parents is None or not objective.has_window_values:
         return None

@@ -336,8 +336,8 @@ def test_which_candidate_is_the_mark(optimizer: OptimizerConfig, parents: int | 
         for mark in RacingMark
     }
     assert found == {RacingMark.none: None, RacingMark.parents: parents, RacingMark.finalists: finalists}
-    needles = Objective(needle_weight=0.5)
-    assert mark_rank(RacingConfig(), SelectionConfig(), sampler, needles, 5) is None
+    for objective in (Objective(needle_weight=0.5), Objective(short_tokens=4)):
+        assert mark_rank(RacingConfig(), SelectionConfig(), sampler, objective, 5) is None
     assert mark_rank(RacingConfig(), SelectionConfig(), sampler, Objective(), LEAST_WINDOWS) is None
 
 
