@@ -2,21 +2,20 @@
 
     python -m benchmarks.score_cost [OUT] [--vocabularies N,...] [--lengths N,...] [--repeats N] [--limit-gib N]
 
-One window of random tokens, a random Llama in float32, one core. Every measurement is a process of its own, forked when
-the libraries and the model are there, so that its peak is its own; the two methods take turns, and whose turn is first
-alternates. A process that grows past the limit is ended, and what it held then is reported. Ratios are of neighbouring
-runs, ropesearch's over transformers'. Last, a window of 131,072 tokens in chunks. OUT (by default benchmarks/results)
-gets score_cost.json and score_cost.md.
+One window of random tokens, a random Llama in float32, one core. Every measurement is a process of its own, so that its
+peak is its own; the two methods take turns, and whose turn is first alternates. A process that grows past the limit is
+ended, and what it held then is reported. Ratios are of neighbouring runs, ropesearch's over transformers'. Last, a
+window of 131,072 tokens in chunks. OUT (by default benchmarks/results) gets score_cost.json and score_cost.md.
 """
 
 import argparse
-import json
+import multiprocessing
 import os
-import signal
 import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +36,15 @@ METHODS = ("transformers", "ropesearch")
 LONG_TOKENS, LONG_CHUNK_TOKENS, LONG_VOCABULARY = 131_072, 1024, 2048
 _GIB = 1 << 30
 _HEAD_DIM = 64
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shape:
+    """Of a random model."""
+
+    vocabulary_tokens: int
+    num_layers: int = 2
+    num_heads: int = 2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,13 +96,13 @@ def main() -> None:
     arguments.out.mkdir(parents=True, exist_ok=True)
     cells: list[Cell] = []
     for vocabulary in arguments.vocabularies:
-        loaded = random_model(vocabulary)
         for length in arguments.lengths:
-            cells.append(measured(loaded, length, None, arguments.repeats, METHODS, arguments.limit_gib))
+            shape = Shape(vocabulary_tokens=vocabulary)
+            cells.append(measured(shape, length, None, arguments.repeats, METHODS, arguments.limit_gib))
             _write(arguments.out, cells, arguments.limit_gib)
     if not arguments.no_long:
-        loaded = random_model(LONG_VOCABULARY, num_layers=1, num_heads=1)
-        cells.append(measured(loaded, LONG_TOKENS, LONG_CHUNK_TOKENS, 1, METHODS[1:], arguments.limit_gib))
+        shape = Shape(vocabulary_tokens=LONG_VOCABULARY, num_layers=1, num_heads=1)
+        cells.append(measured(shape, LONG_TOKENS, LONG_CHUNK_TOKENS, 1, METHODS[1:], arguments.limit_gib))
         _write(arguments.out, cells, arguments.limit_gib)
 
 
@@ -107,7 +115,7 @@ def _write(out: Path, cells: Sequence[Cell], limit_gib: float) -> None:
 
 
 def measured(
-    loaded: LoadedModel,
+    shape: Shape,
     length_tokens: int,
     chunk_tokens: int | None,
     num_repeats: int,
@@ -115,25 +123,20 @@ def measured(
     limit_gib: float,
 ) -> Cell:
     """Run every method num_repeats times in turns; one that was ended at the limit is not tried again."""
-    vocabulary = int(loaded.model.config.vocab_size)
-    windows = random_windows(length_tokens, vocabulary)
-    scoring = ScoringConfig(chunk_tokens=chunk_tokens)
     runs: list[Run] = []
     for repeat in range(num_repeats):
         for method in methods if repeat % 2 == 0 else methods[::-1]:
             if any(run.method == method and run.seconds is None for run in runs):
                 continue
-            runs.append(_run(method, loaded, windows, scoring, int(limit_gib * _GIB)))
+            runs.append(_run(method, shape, length_tokens, chunk_tokens, int(limit_gib * _GIB)))
     known = [run.nats_per_token for run in runs if run.nats_per_token is not None]
     if known and max(known) - min(known) > 1e-5 * max(known):
-        raise RuntimeError(f"{vocabulary} x {length_tokens}: expected the same nats per token of both, got {known}")
+        raise RuntimeError(f"{shape} x {length_tokens}: expected the same nats per token of both, got {known}")
     return Cell(
-        vocabulary_tokens=vocabulary,
         length_tokens=length_tokens,
         chunk_tokens=chunk_tokens,
-        num_layers=loaded.model.config.num_hidden_layers,
-        num_heads=loaded.model.config.num_attention_heads,
         runs=runs,
+        **asdict(shape),
     )
 
 
@@ -146,14 +149,14 @@ def nats_per_token(method: str, loaded: LoadedModel, windows: Windows, scoring: 
         return float(loaded.model(input_ids=input_ids, labels=input_ids, use_cache=False).loss)
 
 
-def random_model(vocabulary_tokens: int, num_layers: int = 2, num_heads: int = 2) -> LoadedModel:
+def random_model(shape: Shape) -> LoadedModel:
     torch.manual_seed(0)
     config = LlamaConfig(
-        vocab_size=vocabulary_tokens,
+        vocab_size=shape.vocabulary_tokens,
         hidden_size=256,
         intermediate_size=512,
-        num_hidden_layers=num_layers,
-        num_attention_heads=num_heads,
+        num_hidden_layers=shape.num_layers,
+        num_attention_heads=shape.num_heads,
         num_key_value_heads=1,
         head_dim=_HEAD_DIM,
         max_position_embeddings=LONG_TOKENS,
@@ -180,28 +183,28 @@ def random_windows(length_tokens: int, vocabulary_tokens: int) -> Windows:
     return Windows("search", length_tokens, token_ids, ("random",), has_bos=False)
 
 
-def _run(method: str, loaded: LoadedModel, windows: Windows, scoring: ScoringConfig, limit_bytes: int) -> Run:
-    """Fork, score in the child, and watch how it grows."""
-    reading, writing = os.pipe()
-    child = os.fork()
-    if child == 0:
-        try:
-            os.close(reading)
-            os.write(writing, json.dumps(_scored(method, loaded, windows, scoring)).encode())
-            os._exit(0)
-        finally:
-            os._exit(1)
-    os.close(writing)
-    before = peak = _resident_bytes(child)
-    while os.waitpid(child, os.WNOHANG)[0] == 0:
-        peak = max(peak, _resident_bytes(child))
+def _run(method: str, shape: Shape, length_tokens: int, chunk_tokens: int | None, limit_bytes: int) -> Run:
+    """Score in a process of its own, and watch how it grows."""
+    context = multiprocessing.get_context("spawn")  # a forked process may wait for ever for torch's threads
+    reading, writing = context.Pipe(duplex=False)
+    child = context.Process(target=_scored, args=(method, shape, length_tokens, chunk_tokens, writing))
+    child.start()
+    writing.close()
+    before = peak = 0
+    answer: dict[str, Any] = {}
+    while child.is_alive() or reading.poll():
+        if child.pid is not None:
+            peak = max(peak, _resident_bytes(child.pid))
         if peak > limit_bytes:
-            os.kill(child, signal.SIGKILL)
-            os.waitpid(child, 0)
+            child.kill()
             break
-        time.sleep(0.01)
-    with os.fdopen(reading, "rb") as pipe:
-        answer: dict[str, Any] = json.loads(pipe.read() or b"{}")
+        try:
+            if reading.poll(0.01):
+                message = reading.recv()
+                before, answer = (message, answer) if isinstance(message, int) else (before, message)
+        except EOFError:
+            break
+    child.join()
     if not answer and peak <= limit_bytes:
         raise RuntimeError(f"{method}: the process ended by itself, at {peak} bytes")
     stopped = {
@@ -211,21 +214,28 @@ def _run(method: str, loaded: LoadedModel, windows: Windows, scoring: ScoringCon
     return Run(method=method, **(answer or stopped))
 
 
-def _scored(method: str, loaded: LoadedModel, windows: Windows, scoring: ScoringConfig) -> dict[str, Any]:
+def _scored(method: str, shape: Shape, length_tokens: int, chunk_tokens: int | None, writing: Connection) -> None:
+    """The process: sends what it holds before it scores, in bytes, and then the fields of a Run."""
+    torch.set_num_threads(1)
+    loaded = random_model(shape)
+    windows = random_windows(length_tokens, shape.vocabulary_tokens)
     nats_per_token(method, loaded, windows.cut(64), ScoringConfig())  # warms up
     before = _resident_bytes(os.getpid())
+    writing.send(before)
     Path("/proc/self/clear_refs").write_text("5")  # the peak counts from here on
     begin = time.perf_counter(), time.process_time()
-    nats = nats_per_token(method, loaded, windows, scoring)
+    nats = nats_per_token(method, loaded, windows, ScoringConfig(chunk_tokens=chunk_tokens))
     end = time.perf_counter(), time.process_time()
     peak = _status_bytes(os.getpid(), "VmHWM")
-    return {
-        "seconds": end[0] - begin[0],
-        "processor_seconds": end[1] - begin[1],
-        "peak_bytes": peak,
-        "own_bytes": peak - before,
-        "nats_per_token": nats,
-    }
+    writing.send(
+        {
+            "seconds": end[0] - begin[0],
+            "processor_seconds": end[1] - begin[1],
+            "peak_bytes": peak,
+            "own_bytes": peak - before,
+            "nats_per_token": nats,
+        }
+    )
 
 
 def _resident_bytes(process: int) -> int:
@@ -234,7 +244,10 @@ def _resident_bytes(process: int) -> int:
 
 def _status_bytes(process: int, name: str) -> int:
     """A figure of /proc/PROCESS/status, 0 once the process has ended."""
-    lines = Path(f"/proc/{process}/status").read_text().splitlines()
+    try:
+        lines = Path(f"/proc/{process}/status").read_text().splitlines()
+    except OSError:
+        return 0
     return next((1024 * int(line.split()[1]) for line in lines if line.startswith(f"{name}:")), 0)
 
 

@@ -91,7 +91,8 @@ class SearchOutcome:
             *_needle_lines(self.needle_rows),
             f"chosen: {result.method} (trial {result.trial_number} of {result.num_trials}, "
             f"{result.num_failed} failed), attention factor {regime.attention_factor:.3f}, "
-            f"factors {regime.factors[0]:.2f} to {regime.factors[-1]:.2f}",
+            f"factors {regime.factors[0]:.2f} to {regime.factors[-1]:.2f}"
+            + (f", retained tokens {regime.retained_tokens}" if regime.retained_tokens else ""),
             _cost_text(result),
             *_racing_lines(result),
             f"price on short inputs: {price}",
@@ -192,7 +193,7 @@ def _cost_text(result: SearchResult) -> str:
     scores = tokens / result.num_tokens_of_a_score if result.num_tokens_of_a_score else 0.0
     return (
         f"cost: {tokens:,} forward-equivalent tokens, those of {scores:.1f} scorings of the search windows; "
-        f"{result.scoring_seconds:.0f} s of scoring"
+        f"{result.scoring_seconds:.0f} s of scoring; ended by {result.stopped_because}"
     )
 
 

@@ -31,10 +31,11 @@ class Budget:
         config.check()
         least = (num_baselines + 1) * cost_tokens + sampler.num_first_steps * step_cost_tokens
         if config.forward_equivalent_tokens is not None and config.forward_equivalent_tokens < least:
+            num_steps = sampler.num_first_steps
+            steps = f", and {num_steps} gradient steps of {step_cost_tokens}" if num_steps else ""
             raise InputError(
                 f"budget.forward_equivalent_tokens: expected at least {least} ({num_baselines} baselines and one "
-                f"candidate of {cost_tokens} tokens each, and {sampler.num_first_steps} gradient steps of "
-                f"{step_cost_tokens}), got {config.forward_equivalent_tokens}"
+                f"candidate of {cost_tokens} tokens each{steps}), got {config.forward_equivalent_tokens}"
             )
         self._config = config
         self._sampler = sampler

@@ -1,6 +1,7 @@
 """Gradient search: stochastic descents, each scored on all windows now and then, then an evolutionary polish."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, ClassVar
 
 import numpy as np
@@ -146,6 +147,12 @@ class GradientSampler(CandidateSampler):
         ranked = [entry.candidate for entry in past.scored[:_NUM_PARENTS]] or self._start_candidates
         if not ranked:
             ranked = [self.space.decode(np.ones(self.space.num_dimensions))]
+        choices = self.space.retained_choices
+        position = choices.index(ranked[0].retained_tokens)
+        for tokens in choices[max(0, position - 1) : position + 2]:  # what no gradient tells: other retained tokens
+            neighbour = replace(ranked[0], retained_tokens=tokens)
+            if past.scored and neighbour not in past.known:
+                return neighbour
         return offspring(self.space, ranked, past.known, index % 2 == 1, _MUTATION_PROBABILITY, rng)
 
     def _replayed(self, trials: Sequence[FrozenTrial], plan: dict[str, Any], legs: Sequence[int]) -> Descent:
