@@ -264,8 +264,9 @@ def test_missing_values_are_named(words: list[str], missing: str, asked: list[An
         ("objective.max_short_perplexity_increase=-1", "objective.max_short_perplexity_increase: expected at least 0"),
         ("objective.last_tokens=64", "objective.last_tokens: expected from 1 to 63"),
         ("objective.num_blocks=0", "objective.num_blocks: "),
-        ("optimizer.num_parents=1", "optimizer.num_parents: expected at least 2, got 1"),
-        ("optimizer.mutation_probability=0", "optimizer.mutation_probability: expected more than 0"),
+        ("optimizer.num_starts=0", "optimizer.num_starts: expected at least 1, got 0"),
+        ("optimizer=evolution optimizer.num_parents=1", "optimizer.num_parents: expected at least 2, got 1"),
+        ("optimizer=evolution optimizer.mutation_probability=0", "optimizer.mutation_probability: expected more than"),
         ("selection.num_finalists=0", "selection.num_finalists: expected at least 1"),
         ("budget.minutes=0", "budget.minutes: expected a number above 0"),
         ("tables=[none.csv]", "tables: none.csv: expected a file with a table, got no such file"),
@@ -281,7 +282,7 @@ def test_what_is_wrong_in_itself_is_refused_before_the_job_begins(
     Path("large.csv").write_bytes(bytes((4 << 20) + 1))
     words = ["search", "m", "corpus.path=a-dataset", "target_length=64"]
     assert main(words) == 0 and len(asked) == 1
-    assert main([*words, word]) == 2
+    assert main([*words, *word.split()]) == 2
     assert len(asked) == 1
     out, err = capsys.readouterr()
     assert out == "the text\n" and err.startswith(f"ropesearch: {message}") and err.count("\n") == 1

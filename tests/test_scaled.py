@@ -180,10 +180,10 @@ def test_a_guard_is_measured_against_the_checkpoint_on_short_inputs(
     """
     real, short_passes = scoring.score_windows, []
 
-    def watched(loaded: Any, windows: Any, config: Any, spans: Any = None) -> Any:
+    def watched(loaded: Any, windows: Any, config: Any, spans: Any = None, only: Any = None) -> Any:
         if windows.split != "held_out" and windows.length_tokens < runs.TARGET_LENGTH:
             short_passes.append((windows.split, windows.length_tokens))
-        return real(loaded, windows, config, spans=spans)
+        return real(loaded, windows, config, spans=spans, only=only)
 
     monkeypatch.setattr(scoring, "score_windows", watched)
     model, run = write(tmp_path / "model", "llama", rope_type), tmp_path / "run"
@@ -228,8 +228,8 @@ def test_an_own_table_that_varies_and_wins_is_held(
     """The table for target_length is shipped for all lengths, under a name and with a price of its own."""
     real = scoring.score_windows
 
-    def favouring(loaded: Any, windows: Any, config: Any, spans: Any = None) -> Any:
-        score = real(loaded, windows, config, spans=spans)
+    def favouring(loaded: Any, windows: Any, config: Any, spans: Any = None, only: Any = None) -> Any:
+        score = real(loaded, windows, config, spans=spans, only=only)
         table = loaded.model.model.rotary_emb.inv_freq
         wins = torch.equal(table, loaded.own.table_at(runs.TARGET_LENGTH)[0])
         return score if not wins else dataclasses.replace(score, nats=score.nats / 100)
