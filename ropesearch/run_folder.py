@@ -83,7 +83,8 @@ class RunFolder:
     def logged(self) -> Iterator[None]:
         """Within this block the program's log goes to log.txt of the folder.
 
-        A new folder in which nothing but that was written when the user's error came to light is removed again.
+        What the user has asked wrongly is no matter for the log: it may be another run's folder. A new folder in which
+        nothing was written but that when such an error came to light is removed again.
         """
         refused = False
         handler = _LogFile(self.path / "log.txt", encoding="utf-8", errors="backslashreplace")
@@ -95,10 +96,10 @@ class RunFolder:
         try:
             yield
         except Exception as error:
-            # Written here, where the handler is still open; the command line then only names the file.
-            logger.exception("the job ended with an error")
-            error.add_note(f"{LOGGED_IN}{self.path / 'log.txt'}")
             refused = isinstance(error, InputError | BindingError)
+            if not refused:  # here, where the handler is still open; the command line then only names the file
+                logger.exception("the job ended with an error")
+                error.add_note(f"{LOGGED_IN}{self.path / 'log.txt'}")
             raise
         finally:
             logger.removeHandler(handler)
