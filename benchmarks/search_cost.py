@@ -30,15 +30,14 @@ from ropesearch.demo.__main__ import write_demo
 from ropesearch.errors import RopesearchError
 from ropesearch.files import write_bytes, write_json
 from ropesearch.model.config import ModelConfig
-from ropesearch.model.install import installed
-from ropesearch.model.load import LoadedModel, load_model
-from ropesearch.rope.regime import Regime
+from ropesearch.model.load import load_model
 from ropesearch.run_folder import versions
 from ropesearch.score.config import ScoringConfig
-from ropesearch.score.gradient import GRADIENT_COST, window_gradient
+from ropesearch.score.gradient import GRADIENT_COST
 from ropesearch.score.objective import Objective
-from ropesearch.score.score import Score
-from ropesearch.score.scorer import forward_equivalent_tokens, score_windows
+from ropesearch.score.scorer import forward_equivalent_tokens, scoring_identity
+from ropesearch.score.store import ScoreStore
+from ropesearch.scoring import JobScorer
 from ropesearch.search.baselines import baseline_regimes, seed_regimes
 from ropesearch.search.config import OPTIMIZERS, BudgetConfig, OptimizerConfig, SelectionConfig, SpaceConfig
 from ropesearch.search.optimizers import make_sampler
@@ -46,7 +45,7 @@ from ropesearch.search.ownership import claimed
 from ropesearch.search.run import run_search
 from ropesearch.search.spaces import make_space
 from ropesearch.search.study import open_study
-from ropesearch.search.trials import COST, METHOD, SECONDS, Step, recorded_regime
+from ropesearch.search.trials import COST, METHOD, SECONDS, recorded_regime
 
 RESULTS = Path(__file__).parent / "results"
 DEFAULT = "gradient"
@@ -105,29 +104,20 @@ def all_runs() -> Iterator[Run]:
 class Bench:
     """A case's model and windows, loaded when they are needed."""
 
-    def __init__(self, folder: Path, case: Case) -> None:
+    def __init__(self, folder: Path, case: Case, scores: Path) -> None:
         self.case = case
-        self.loaded: LoadedModel = load_model(ModelConfig(path=str(folder / "model")))
-        corpus = CorpusConfig(path=str(folder / "texts"))
-        self.windows: dict[str, Windows] = build_windows(corpus, self.loaded.tokenizer, case.target_length, 0, None)
-
-    def score(self, regime: Regime, split: str) -> Score:
-        """As a search scores."""
-        with installed(self.loaded, regime):
-            return score_windows(self.loaded, self.windows[split], ScoringConfig())
-
-    def step(self, regime: Regime, window: int, guard_weight: float) -> Step:
-        """As a search takes gradients."""
-        search = self.windows["search"]
-        weights = Objective().token_weights(search, window, None)
-        with installed(self.loaded, regime):
-            nats, gradient = window_gradient(self.loaded, search.token_ids[window], weights, regime.retained_tokens)
-        derivatives = (*gradient.log_factors.tolist(), gradient.log_attention_factor)
-        return Step(window=window, nats_per_token=nats, gradient=derivatives)
+        config = ModelConfig(path=str(folder / "model"))
+        self.scorer = JobScorer(
+            load=lambda: load_model(config),
+            identity=lambda windows, scoring: {"model": case.model, **scoring_identity(config, windows, scoring)},
+            store=ScoreStore(scores),
+        )
+        corpus, tokenizer = CorpusConfig(path=str(folder / "texts")), self.scorer.loaded.tokenizer
+        self.windows: dict[str, Windows] = build_windows(corpus, tokenizer, case.target_length, 0, None)
 
     def search(self, out: Path, run: Run) -> dict[str, Any]:
         """The finished run: its curve, as JSON values."""
-        geometry, target_length = self.loaded.geometry, self.case.target_length
+        geometry, target_length = self.scorer.loaded.geometry, self.case.target_length
         baselines = baseline_regimes(geometry, target_length)
         space = make_space(geometry, target_length, SpaceConfig())
         windows = self.windows["search"]
@@ -142,8 +132,10 @@ class Bench:
         run_search(
             out,
             sampler,
-            self.score,
-            differentiate=self.step,
+            lambda regime, split: self.scorer.score(regime, self.windows[split], ScoringConfig()),
+            differentiate=lambda regime, window, guard_weight: self.scorer.differentiate(
+                regime, windows, window, Objective(), guard_weight
+            ),
             baselines=baselines,
             cost_tokens=cost_tokens,
             step_cost_tokens=GRADIENT_COST * target_length,
@@ -165,7 +157,7 @@ class Bench:
             if regime is not None and trial.number >= len(baselines) - 1 and (cost >= MARKS[due] or last):
                 due = next((index for index, mark in enumerate(MARKS) if mark > cost), len(MARKS) - 1)
                 if math.isnan(held_out):
-                    held_out = self.score(regime, "held_out").nats_per_token
+                    held_out = self.scorer.kept(regime, self.windows["held_out"], ScoringConfig()).nats_per_token
                 curve.append({"evaluations": cost, "seconds": seconds, "search": best, "held_out": held_out})
         course, spent_tokens, best = [], 0, math.inf
         for trial in trials:
@@ -310,7 +302,7 @@ def main() -> int:
                 if not mine or kept.exists():
                     continue
                 if run.case.name not in benches:
-                    benches = {run.case.name: Bench(folders[run.case.model], run.case)}
+                    benches = {run.case.name: Bench(folders[run.case.model], run.case, options.out / "scores")}
                 write_json(kept, benches[run.case.name].search(options.out / run.name, run))
                 print(f"{run.name} is done", flush=True)
         kept = {run.name: options.out / f"{run.name}.json" for run in all_runs()}
