@@ -3,9 +3,10 @@
     python -m benchmarks.search_cost [OUT] [--only TEXT] [--second-model FOLDER]
 
 Every run is a search of its own in OUT (by default runs/search_cost), with the same space, windows and baselines for
-all optimizers. Stopped and started again it goes on where it was; started twice, the two share the work. --only takes
-the runs whose name holds TEXT. The second model is trained by benchmarks/second_model.py; without it its runs are left
-out. When all runs asked for are there, benchmarks/results/search_cost.{json,md,png} are written anew.
+all optimizers; only the default races, as it does in a job. Stopped and started again it goes on where it was; started
+twice, the two share the work. --only takes the runs whose name holds TEXT. The second model is trained by
+benchmarks/second_model.py; without it its runs are left out. At the end benchmarks/results/search_cost.{json,md,png}
+are written anew, of all runs that are there.
 
 A run's cost is counted in evaluations: forward-equivalent tokens over those of one scoring of the search windows.
 """
@@ -39,9 +40,18 @@ from ropesearch.score.scorer import forward_equivalent_tokens, scoring_identity
 from ropesearch.score.store import ScoreStore
 from ropesearch.scoring import JobScorer
 from ropesearch.search.baselines import baseline_regimes, seed_regimes
-from ropesearch.search.config import OPTIMIZERS, BudgetConfig, OptimizerConfig, SelectionConfig, SpaceConfig
+from ropesearch.search.config import (
+    OPTIMIZERS,
+    BudgetConfig,
+    GradientConfig,
+    OptimizerConfig,
+    RacingConfig,
+    SelectionConfig,
+    SpaceConfig,
+)
 from ropesearch.search.optimizers import make_sampler
 from ropesearch.search.ownership import claimed
+from ropesearch.search.racing import Racing, race_rule
 from ropesearch.search.run import run_search
 from ropesearch.search.spaces import make_space
 from ropesearch.search.study import open_study
@@ -51,7 +61,7 @@ RESULTS = Path(__file__).parent / "results"
 DEFAULT = "gradient"
 REFERENCE = "evolution"
 SHORT, FULL = 400, 1344  # evaluations of the reference that the default is held against
-COMPARED = 200  # evaluations of the others
+LONG, COMPARED = 200, 100  # evaluations of the default beside the reference's full run, and of all others
 # Costs, in evaluations, at which the best so far is scored on the held-out windows.
 MARKS = (4, 5, 7, 9, 11, 14, 16, 20, 24, 28, 34, 40, 50, 64, 80, 100, 140, 200, 280, 400, 560, 800, 1100, FULL + 8)
 
@@ -65,13 +75,14 @@ class Case:
     target_length: int
     num_seeds: int
     full: bool = True
+    num_windows: int = 16
 
 
 CASES = (
     Case(name="ratio-4", model="demo", target_length=1024, num_seeds=2),
     Case(name="ratio-8", model="demo", target_length=2048, num_seeds=5),
     Case(name="second-ratio-8", model="second", target_length=1024, num_seeds=2, full=False),
-    Case(name="ratio-16", model="demo", target_length=4096, num_seeds=2),
+    Case(name="ratio-16", model="demo", target_length=4096, num_seeds=2, num_windows=8),  # as many tokens as at ratio 8
 )
 
 
@@ -95,9 +106,10 @@ def all_runs() -> Iterator[Run]:
         for case in CASES:
             for seed in range(case.num_seeds):
                 for optimizer in optimizers:
-                    num_evaluations = COMPARED
+                    full = seed == 0 and case.full
+                    num_evaluations = LONG if full and optimizer == DEFAULT else COMPARED
                     if optimizer == REFERENCE:
-                        num_evaluations = FULL if seed == 0 and case.full else SHORT
+                        num_evaluations = FULL if full else SHORT
                     yield Run(case=case, optimizer=optimizer, seed=seed, num_evaluations=num_evaluations)
 
 
@@ -112,7 +124,8 @@ class Bench:
             identity=lambda windows, scoring: {"model": case.model, **scoring_identity(config, windows, scoring)},
             store=ScoreStore(scores),
         )
-        corpus, tokenizer = CorpusConfig(path=str(folder / "texts")), self.scorer.loaded.tokenizer
+        corpus = CorpusConfig(path=str(folder / "texts"), num_search_windows=case.num_windows)
+        tokenizer = self.scorer.loaded.tokenizer
         self.windows: dict[str, Windows] = build_windows(corpus, tokenizer, case.target_length, 0, None)
 
     def search(self, out: Path, run: Run) -> dict[str, Any]:
@@ -122,8 +135,21 @@ class Bench:
         space = make_space(geometry, target_length, SpaceConfig())
         windows = self.windows["search"]
         config: OptimizerConfig = OPTIMIZERS[run.optimizer]()
+        if isinstance(config, GradientConfig):
+            config.num_candidates = 100_000  # the budget ends it
+        objective, scoring = Objective(), ScoringConfig()
         sampler = make_sampler(space, config, run.seed, seed_regimes(baselines), len(baselines), windows.num_windows)
         cost_tokens = forward_equivalent_tokens(windows)
+        rule = race_rule(RacingConfig(), SelectionConfig(num_finalists=1), sampler, objective, windows.num_windows)
+        racing = None
+        if run.optimizer == DEFAULT and rule is not None:
+            racing = Racing(
+                evaluate=lambda regime, window: self.scorer.score(regime, windows, scoring, only=window),
+                num_windows=windows.num_windows,
+                window_cost_tokens=cost_tokens // windows.num_windows,
+                objective=objective,
+                rule=rule,
+            )
         fingerprints = {
             "windows": {split: self.windows[split].fingerprint for split in self.windows},
             "optimizer": {"name": run.optimizer, **plain(config)},
@@ -132,10 +158,11 @@ class Bench:
         run_search(
             out,
             sampler,
-            lambda regime, split: self.scorer.score(regime, self.windows[split], ScoringConfig()),
+            lambda regime, split: self.scorer.score(regime, self.windows[split], scoring),
             differentiate=lambda regime, window, guard_weight: self.scorer.differentiate(
-                regime, windows, window, Objective(), guard_weight
+                regime, windows, window, objective, guard_weight
             ),
+            racing=racing,
             baselines=baselines,
             cost_tokens=cost_tokens,
             step_cost_tokens=GRADIENT_COST * target_length,
@@ -157,7 +184,7 @@ class Bench:
             if regime is not None and trial.number >= len(baselines) - 1 and (cost >= MARKS[due] or last):
                 due = next((index for index, mark in enumerate(MARKS) if mark > cost), len(MARKS) - 1)
                 if math.isnan(held_out):
-                    held_out = self.scorer.kept(regime, self.windows["held_out"], ScoringConfig()).nats_per_token
+                    held_out = self.scorer.kept(regime, self.windows["held_out"], scoring).nats_per_token
                 curve.append({"evaluations": cost, "seconds": seconds, "search": best, "held_out": held_out})
         course, spent_tokens, best = [], 0, math.inf
         for trial in trials:

@@ -49,7 +49,7 @@ from ropesearch.search.baselines import RESERVED_NAMES, baseline_regimes, seed_r
 from ropesearch.search.budget import Budget
 from ropesearch.search.optimizers import make_sampler
 from ropesearch.search.ownership import exclusive
-from ropesearch.search.racing import Racing, mark_rank
+from ropesearch.search.racing import Racing, race_rule
 from ropesearch.search.run import SearchResult, run_search
 from ropesearch.search.space import SEARCHED
 from ropesearch.search.spaces import make_space
@@ -96,7 +96,7 @@ def search(job: SearchJob) -> SearchOutcome:
     sampler = make_sampler(space, job.optimizer, job.seed, seeds, len(baselines), num_windows)
     cost_tokens = forward_equivalent_tokens(windows["search"], objective.spans)
     step_cost_tokens = GRADIENT_COST * job.target_length
-    rank = mark_rank(job.racing, job.selection, sampler, objective, num_windows)
+    rule = race_rule(job.racing, job.selection, sampler, objective, num_windows)
     Budget(job.budget, sampler, cost_tokens, len(baselines), step_cost_tokens)
     source = find_checkpoint(job.model)
     origin = Origin.read(source)
@@ -125,7 +125,7 @@ def search(job: SearchJob) -> SearchOutcome:
             "space": plain(job.space),
             "optimizer": plain(job)["optimizer"],
             "tables": {table.name: regime_json(table) for table in tables},
-            **({} if rank is None else {"racing_rank": rank}),
+            **({} if rule is None else {"racing": rule._asdict()}),
             "seed": job.seed,
         }
         short_regime = None
@@ -150,7 +150,7 @@ def search(job: SearchJob) -> SearchOutcome:
             display.show(f"{event.split} windows", event.spent_fraction, _best_so_far(event))
 
         racing = None
-        if rank is not None:
+        if rule is not None:
             racing = Racing(
                 evaluate=lambda regime, window: scorer.score(
                     regime, windows["search"], job.objective, objective.spans, only=window
@@ -158,7 +158,7 @@ def search(job: SearchJob) -> SearchOutcome:
                 num_windows=num_windows,
                 window_cost_tokens=cost_tokens // num_windows,
                 objective=objective,
-                rank=rank,
+                rule=rule,
             )
         result = run_search(
             run.path,

@@ -7,6 +7,7 @@ import numpy as np
 
 from ropesearch.rope.regime import Regime
 from ropesearch.search.config import BlockwiseConfig
+from ropesearch.search.operators import shift
 from ropesearch.search.sampler import CandidateSampler, Past, Scored
 from ropesearch.search.space import Candidate, Dimension, Space
 from ropesearch.seeding import stream
@@ -113,11 +114,9 @@ class BlockwiseSampler(CandidateSampler):
         return [within.low + part * (within.high - within.low) for part in parts.tolist()]
 
     def _with_pairs_moved(self, base: Candidate, block: int, num_blocks: int, increment: float) -> Candidate:
-        pairs = range(self.space.num_pairs)[self.space.moving_pairs(base)]
-        first, last = (len(pairs) * place // num_blocks for place in (block, block + 1))
-        vector = self.space.encode(base)
-        vector[pairs.start + first : pairs.start + last] *= np.exp(increment)
-        return self.space.decode(vector)
+        num_moving = len(range(self.space.num_pairs)[self.space.moving_pairs(base)])
+        first, last = (num_moving * place // num_blocks for place in (block, block + 1))
+        return shift(self.space, base, first, last, increment)
 
     def _with_moved(self, base: Candidate, other: Dimension, increments: list[float], place: int) -> Candidate:
         """`other` moved by an increment, or to one of its other choices, which are spread over all of them."""

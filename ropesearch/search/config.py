@@ -229,12 +229,12 @@ def _check_at_least(name: str, value: int, least: int) -> None:
 
 @dataclass(kw_only=True)
 class GradientConfig(OptimizerConfig):
-    """Stochastic gradient steps on factors and attention factor, each on one window, then an evolutionary polish."""
+    """Stochastic gradient steps on factors and attention factor, each on one window, then moves of the best."""
 
     num_candidates: int = setting(
-        32, "candidates after which the search ends; those before the polish cost gradient steps besides"
+        128, "candidates after which the search ends: legs of descents, which cost gradient steps besides, and moves"
     )
-    num_starts: int = setting(2, "how many of the baselines, the best first, descents begin at")
+    num_starts: int = setting(1, "how many of the baselines, the best first, descents begin at")
 
     def check(self) -> None:
         """Raise InputError for a value out of range."""
@@ -317,7 +317,8 @@ class RacingConfig:
     mark: RacingMark = setting(
         RacingMark.parents,
         "a candidate is stopped when it is clearly worse than: parents = the last of those that later candidates are "
-        "made from, and of the finalists; finalists = the last finalist so far; none = never",
+        "made from, and of the finalists (of optimizer=gradient: likely worse than the best); finalists = the last "
+        "finalist so far; none = never",
     )
 
 

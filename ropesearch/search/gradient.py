@@ -1,7 +1,6 @@
-"""Gradient search: stochastic descents, each scored on all windows now and then, then an evolutionary polish."""
+"""Gradient search: stochastic descents, each scored on all windows now and then, then moves of the best."""
 
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any, ClassVar
 
 import numpy as np
@@ -10,7 +9,7 @@ from optuna.trial import FrozenTrial, TrialState
 from ropesearch.rope.regime import Regime
 from ropesearch.search.config import GradientConfig
 from ropesearch.search.descent import Descent
-from ropesearch.search.evolution import offspring
+from ropesearch.search.operators import move
 from ropesearch.search.sampler import CandidateSampler, Past, StepAsked, known_candidates
 from ropesearch.search.space import Candidate, Space
 from ropesearch.search.trials import (
@@ -25,11 +24,9 @@ from ropesearch.search.trials import (
     violation,
 )
 
-# A descent ends when its steps have become this much shorter than the first.
-_LEAST_PART = 0.1
-# The polish: mutants and crossovers of so many best candidates, with the paper's probability for each pair.
-_NUM_PARENTS = 8
-_MUTATION_PROBABILITY = 0.3
+# A descent ends with the leg in which its steps have become this much shorter than the first.
+_LEAST_PART = 0.5
+_NUM_TRIES = 8  # draws of a move, at most, until one is new
 _CHAIN, _START, _LEGS = "chain", "start", "legs"
 
 
@@ -44,11 +41,13 @@ class GradientSampler(CandidateSampler):
     Where the objective has a guard, a descent that breaks it takes its short tokens into what it descends by, with a
     weight that doubles while it is broken.
 
-    A descent ends when its steps have become short, when a leg has failed, or when it is worse than the first descent
+    A descent ends when its steps had to be shortened, when a leg has failed, or when it is worse than the first descent
     was after as many legs. The next one begins at the next best start, up to `num_starts`. With several workers, one
-    that finds all descents at work begins the next at once. What is left of num_candidates is an evolution's: mutants
-    and crossovers of the best of all, which also tries what gradients do not see: other retained tokens, and the fast
-    pairs, whose angles wrap.
+    that finds all descents at work begins the next at once.
+
+    What is left of num_candidates are moves of the best of all (see operators.move), kept when they are better. They
+    try what gradients do not see: other retained tokens, the fast pairs, whose angles wrap, and other minima of pairs
+    that turn about once in a window. Raced, most moves cost a fifth of a score.
 
     Raises InputError when the configuration cannot be run.
     """
@@ -78,8 +77,13 @@ class GradientSampler(CandidateSampler):
 
     @property
     def num_parents(self) -> int:
-        """Those of the polish; the legs of descents are never stopped."""
-        return _NUM_PARENTS
+        """Of a move; the legs of descents are never stopped."""
+        return 1
+
+    @property
+    def is_greedy(self) -> bool:
+        """Moves are made from the best."""
+        return True
 
     @property
     def num_first_steps(self) -> int:
@@ -144,16 +148,15 @@ class GradientSampler(CandidateSampler):
         return self._new(self.space.repair(average), known_candidates(trials, number))
 
     def _draw(self, past: Past, index: int, rng: np.random.Generator) -> Candidate:
-        ranked = [entry.candidate for entry in past.scored[:_NUM_PARENTS]] or self._start_candidates
-        if not ranked:
-            ranked = [self.space.decode(np.ones(self.space.num_dimensions))]
-        choices = self.space.retained_choices
-        position = choices.index(ranked[0].retained_tokens)
-        for tokens in choices[max(0, position - 1) : position + 2]:  # what no gradient tells: other retained tokens
-            neighbour = replace(ranked[0], retained_tokens=tokens)
-            if past.scored and neighbour not in past.known:
-                return neighbour
-        return offspring(self.space, ranked, past.known, index % 2 == 1, _MUTATION_PROBABILITY, rng)
+        if past.scored:
+            best = past.scored[0].candidate
+        else:
+            best = [*self._start_candidates, self.space.decode(np.ones(self.space.num_dimensions))][0]
+        for _ in range(_NUM_TRIES):
+            moved = move(self.space, best, rng)
+            if moved not in past.known and moved != best:
+                break
+        return moved
 
     def _replayed(self, trials: Sequence[FrozenTrial], plan: dict[str, Any], legs: Sequence[int]) -> Descent:
         start = recorded_regime(trials[plan[_START]], self.space.target_length)

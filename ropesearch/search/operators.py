@@ -16,6 +16,10 @@ from ropesearch.search.space import Candidate, Space
 
 _BLOCK_SHARE = 0.25  # mean length of a block of pairs that move together, as a part of all pairs
 _END_PAIRS = 2.0  # standard deviation of a move of the retained pairs' end, as in LongRoPE's released code
+# A move's size is between this part of half the factors' extent, in logs, and that half.
+_LEAST_MOVE = 0.02
+_OTHER_SHARE = 0.1
+_MOVED_ATTENTION = 0.02  # standard deviation of an attention factor's move
 _FINE_ATTENTION, _COARSE_ATTENTION = 0.012, 0.06  # standard deviations of an attention factor's move
 
 
@@ -48,6 +52,41 @@ def mutate(space: Space, parent: Candidate, probability: float, reach: int, rng:
         _moved_attention(space, parent.attention_steps, probability, rng),
         _moved_retained(space, parent.retained_tokens, probability, rng),
     )
+
+
+def move(space: Space, parent: Candidate, rng: np.random.Generator) -> Candidate:
+    """`parent` with one thing moved: a block of neighbouring pairs, all by the same part of their factors, or one of
+    the other dimensions, each with a chance of a tenth.
+
+    Blocks and parts are of any size, small ones as often as large (log-uniform): a loss that is smooth over one stretch
+    of pairs is rugged over another, where angles wrap, and which it is only a try can tell.
+    """
+    others = space.dimensions[space.num_pairs :]
+    if rng.random() < _OTHER_SHARE * len(others):
+        position = space.num_pairs + int(rng.integers(len(others)))
+        dimension, vector = space.dimensions[position], space.encode(parent)
+        step = float(rng.choice((-1, 1))) if dimension.choices else float(rng.normal(0, _MOVED_ATTENTION))
+        if not dimension.low <= vector[position] + step <= dimension.high:
+            step = -step
+        vector[position] += step
+        return space.decode(vector)
+    num_moving = len(range(space.num_pairs)[space.moving_pairs(parent)])
+    size = int(np.exp(rng.uniform(0, np.log(num_moving + 1))))
+    middle = int(rng.integers(num_moving))
+    first = max(0, middle - size // 2)
+    largest = np.log(space.factor_grid[-1] / space.factor_grid[0]) / 2
+    increment = rng.choice((-1, 1)) * largest * np.exp(rng.uniform(np.log(_LEAST_MOVE), 0))
+    return shift(space, parent, first, min(num_moving, first + size), increment)
+
+
+def shift(space: Space, parent: Candidate, first: int, last: int, increment: float) -> Candidate:
+    """`parent` with the logs of the factors of its moving pairs from number `first` to before `last` moved by
+    `increment`, projected onto the space.
+    """
+    start = range(space.num_pairs)[space.moving_pairs(parent)].start
+    vector = space.encode(parent)
+    vector[start + first : start + last] *= np.exp(increment)
+    return space.decode(vector)
 
 
 def cross(space: Space, first: Candidate, second: Candidate, probability: float, rng: np.random.Generator) -> Candidate:

@@ -3,13 +3,18 @@
 The idea is that of racing algorithms (Maron and Moore 1994, "Hoeffding races"; Birattari et al. 2002, "A racing
 algorithm for configuring metaheuristics"). Here only the last of the candidates that matter is raced against: what a
 stopped candidate would have been worth in the end is never needed.
+
+The question, asked after every window, is whether the mean over all windows will be worse than the mark's. With the
+first k of n windows as a sample of the n, that is a one-sided paired t test with the correction for a finite population
+(Cochran 1977, Sampling Techniques, sec. 2.6): t = mean / (deviation / sqrt k) * sqrt(n / (n - k)), with k - 1 degrees
+of freedom.
 """
 
 import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -38,30 +43,57 @@ from ropesearch.search.trials import (
     window_key,
 )
 
-# See benchmarks/racing.py for what they were chosen by.
+# See benchmarks/racing.py for what they were chosen by: a candidate as good as the mark is stopped with a chance of at
+# most CHANCE, over all looks together (Bonferroni), a better one seldom.
 LEAST_WINDOWS = 4
 CHANCE = 0.1
+# Of a greedy search: what is likely worse than the best is dropped, as another move costs little more than certainty.
+_GREEDY_LEAST_WINDOWS = 3
+_GREEDY_CHANCE = 1 / 3
+
+
+class Rule(NamedTuple):
+    """When a race ends early: against the `rank`th best (from 1), from `least_windows` on, where the test's chance for
+    a candidate as good as that to look so bad is below `chance`.
+    """
+
+    rank: int
+    least_windows: int
+    chance: float
+
+    def stops(self, differences: NDArray[np.float64], num_windows: int) -> bool:
+        """Whether a candidate is stopped that is worse than the mark by `differences` on its first windows, of
+        `num_windows` in all; never after the last one.
+        """
+        num_seen = len(differences)
+        if not self.least_windows <= num_seen < num_windows:
+            return False
+        mean, deviation = float(differences.mean()), float(differences.std(ddof=1))
+        if mean <= 0 or deviation == 0:
+            return mean > 0
+        statistic = mean / deviation * math.sqrt(num_seen * num_windows / (num_windows - num_seen))
+        return bool(student.sf(statistic, num_seen - 1) < self.chance)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Racing:
     """What a race needs. `evaluate(regime, window)` gives the score of one search window alone, of `num_windows` that
     are taken in order, and costs `window_cost_tokens`; it raises ScoringError when it cannot. `objective` makes values
-    of them. The mark is the candidate that is `rank`th best (from 1) when a new one is begun.
+    of them. The mark is the candidate that has the rule's rank when a new one is begun.
     """
 
     evaluate: Callable[[Regime, int], Score]
     num_windows: int
     window_cost_tokens: int
     objective: Objective
-    rank: int
+    rule: Rule
 
     def mark(self, trials: Sequence[FrozenTrial]) -> FrozenTrial | None:
         """The trial to race against; None while fewer have finished.
 
         None also where that one breaks the objective's guard: a candidate that is worse and breaks it less comes first.
         """
-        marks = [trial for trial in ranked(trials) if is_searched(trial)][self.rank - 1 : self.rank]
+        marks = [trial for trial in ranked(trials) if is_searched(trial)][self.rule.rank - 1 : self.rule.rank]
         return marks[0] if marks and violation(marks[0]) == 0 else None
 
     def run(self, trial: Trial, regime: Regime, mark: FrozenTrial, journal: Journal) -> dict[str, Any]:
@@ -73,7 +105,7 @@ class Racing:
         while len(scores) < self.num_windows:
             if scores:
                 differences = self.objective.window_values(Score.joined(scores)) - values[: len(scores)]
-                if is_hopeless(differences, self.num_windows):
+                if self.rule.stops(differences, self.num_windows):
                     return {COST: len(scores) * self.window_cost_tokens, STOPPED_AFTER: len(scores)}
             started = time.perf_counter()
             try:
@@ -93,37 +125,19 @@ class Racing:
         return {COST: len(scores) * self.window_cost_tokens, SCORE: Score.joined(scores).to_json()}
 
 
-def mark_rank(
+def race_rule(
     config: RacingConfig, selection: SelectionConfig, sampler: CandidateSampler, objective: Objective, num_windows: int
-) -> int | None:
-    """The rank (from 1) of the candidate that new ones are raced against; None where nothing is raced: when that is
-    asked, for samplers that need the values of all candidates, for two objectives, which have a front and no last of
-    the best, for needles, whose windows are not alike, and for too few windows to stop before the last.
+) -> Rule | None:
+    """The rule by which new candidates are raced; None where nothing is: when that is asked, for samplers that need the
+    values of all candidates, for two objectives, which have a front and no last of the best, for needles, whose windows
+    are not alike, and for too few windows to stop before the last.
     """
     if config.mark is RacingMark.none or sampler.num_parents is None or not objective.has_window_values:
         return None
-    if num_windows <= LEAST_WINDOWS:
-        return None
-    if config.mark is RacingMark.finalists:
-        return selection.num_finalists
-    return max(sampler.num_parents, selection.num_finalists)
-
-
-def is_hopeless(differences: NDArray[np.float64], num_windows: int) -> bool:
-    """Whether a candidate is to be stopped: by how much it is worse than the mark on each of the first windows, of
-    `num_windows` in all.
-
-    The question is whether the mean over all windows will be above 0. With the first k of n as a sample of the n, that
-    is a one-sided paired t test with the correction for a finite population (Cochran 1977, Sampling Techniques, sec.
-    2.6): t = mean / (deviation / sqrt k) * sqrt(n / (n - k)), with k - 1 degrees of freedom. It is asked after every
-    window from the LEAST_WINDOWS'th to the last but one, each time at CHANCE divided by how often it is asked: so a
-    candidate that is as good as the mark is stopped with a chance of at most CHANCE (Bonferroni), a better one seldom.
-    """
-    num_seen = len(differences)
-    if not LEAST_WINDOWS <= num_seen < num_windows:
-        return False
-    mean, deviation = float(differences.mean()), float(differences.std(ddof=1))
-    if mean <= 0 or deviation == 0:
-        return mean > 0
-    statistic = mean / deviation * math.sqrt(num_seen * num_windows / (num_windows - num_seen))
-    return bool(student.sf(statistic, num_seen - 1) < CHANCE / (num_windows - LEAST_WINDOWS))
+    if config.mark is RacingMark.parents and sampler.is_greedy:
+        rule = Rule(1, _GREEDY_LEAST_WINDOWS, _GREEDY_CHANCE)
+    else:
+        num_parents = sampler.num_parents if config.mark is RacingMark.parents else 0
+        num_looks = max(1, num_windows - LEAST_WINDOWS)
+        rule = Rule(max(num_parents, selection.num_finalists), LEAST_WINDOWS, CHANCE / num_looks)
+    return rule if num_windows > rule.least_windows else None

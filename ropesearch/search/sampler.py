@@ -88,6 +88,11 @@ class CandidateSampler(BaseSampler):
         """
         return None
 
+    @property
+    def is_greedy(self) -> bool:
+        """Whether candidates are made from the best one alone, so that one which is likely worse is of no use."""
+        return False
+
     @abstractmethod
     def _draw(self, past: Past, index: int, rng: np.random.Generator) -> Candidate:
         """What to propose as candidate `index` (0 is the first after the baselines); known ones are replaced."""

@@ -22,9 +22,9 @@ from ropesearch.rope.regime import Regime
 from ropesearch.score.score import Score
 from ropesearch.search.baselines import baseline_regimes, seed_regimes
 from ropesearch.search.config import (
-    OPTIMIZERS,
     BudgetConfig,
     EvolutionConfig,
+    GradientConfig,
     OptimizerConfig,
     SelectionConfig,
     SpaceConfig,
@@ -137,7 +137,7 @@ def main(folder: str, num_trials: str, delay: str, optimizer: str = "evolution")
         int(num_trials),
         score=partial(slow, evaluate),
         differentiate=partial(slow, differentiate),
-        optimizer=EVOLUTION if optimizer == "evolution" else OPTIMIZERS[optimizer](),
+        optimizer={"evolution": EVOLUTION, "gradient": GradientConfig(num_starts=2)}[optimizer],
     )
 
 

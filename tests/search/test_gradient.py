@@ -22,7 +22,7 @@ from tests.search.analytic import BASELINES, NUM_WINDOWS, differentiate, distanc
 from tests.search.test_sampler import changed, trial_of
 from tests.search.test_worker import Killed, contents, same, study_of
 
-GRADIENT = GradientConfig()
+GRADIENT = GradientConfig(num_starts=2)
 SCORE_TOKENS, STEP_TOKENS = 16, 32
 LEG_TOKENS = SCORE_TOKENS + NUM_WINDOWS * STEP_TOKENS
 Differentiate = Callable[[Regime, int], Step]

@@ -2,10 +2,11 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from scipy.optimize import isotonic_regression
 
 from ropesearch.rope import methods
 from ropesearch.search.config import SpaceConfig
-from ropesearch.search.operators import cross, mutate, nearest_new
+from ropesearch.search.operators import cross, move, mutate, nearest_new, shift
 from ropesearch.search.space import Candidate
 from ropesearch.search.spaces import make_space
 from ropesearch.seeding import stream
@@ -27,6 +28,49 @@ def test_children_lie_in_the_space(data: st.DataObject, name: str, seed: int, pr
     for _ in range(8):
         assert space.contains(mutate(space, first, probability, reach, rng))
         assert space.contains(cross(space, first, second, probability, rng))
+
+
+@given(st.data(), st.sampled_from(sorted(SPACES)), seeds)
+def test_moves_lie_in_the_space_and_change_one_thing(data: st.DataObject, name: str, seed: int) -> None:
+    space = SPACES[name]
+    parent = data.draw(candidates(space))
+    moved = move(space, parent, np.random.default_rng(seed))
+    assert space.contains(moved)
+    parts = (space.encode(parent) != space.encode(moved)).tolist()
+    num_others = sum(parts[space.num_pairs :])
+    assert num_others <= 1
+    if num_others and not (space.low.searched or space.high.searched):
+        assert not any(parts[: space.num_pairs])
+
+
+def test_moves_are_of_any_size_and_place_and_now_and_then_of_other_things() -> None:
+    parent = SPACE.repair(methods.ntk(SPACE.geometry, TARGET_LENGTH))
+    rng = np.random.default_rng(0)
+    curve = np.log(SPACE.curve(parent))
+    moves = [move(SPACE, parent, rng) for _ in range(4000)]
+    changes = np.array([np.log(SPACE.curve(moved)) - curve for moved in moves])
+    attention = sum(moved.attention_steps != parent.attention_steps for moved in moves)
+    retained = sum(moved.retained_tokens != parent.retained_tokens for moved in moves)
+    assert 340 < attention < 460 and 340 < retained < 460  # a tenth of 4,000 each, but for moves of no whole step
+    touched = (np.abs(changes) > 1e-9).mean(axis=0)
+    assert touched.min() > 0.1 and touched.max() < 0.7
+    sizes = np.abs(changes).max(axis=1)
+    half = np.log(SPACE.factor_grid[-1]) / 2
+    assert np.quantile(sizes[sizes > 0], 0.1) < 0.06 * half and sizes.max() <= half + 0.01
+    ups = (changes.sum(axis=1) > 0).sum() / (np.abs(changes).sum(axis=1) > 0).sum()
+    assert 0.4 < ups < 0.6
+
+
+def test_a_shift_moves_the_logs_of_a_block_alike_and_projects() -> None:
+    """In the middle of YaRN's ramp, up by more than the pairs right of the block leave: these are pooled with it."""
+    space = make_space(make_geometry(), TARGET_LENGTH, SpaceConfig(factor_step=0.001))
+    parent = space.repair(methods.ntk(space.geometry, TARGET_LENGTH))
+    before, after = space.curve(parent), space.curve(shift(space, parent, 2, 4, 0.01))
+    assert after == pytest.approx(before * np.exp([0.01 if pair in (2, 3) else 0 for pair in range(8)]), abs=0.0006)
+    pooled = space.curve(shift(space, parent, 2, 4, 1.0))
+    wanted = before * np.exp([1.0 if pair in (2, 3) else 0 for pair in range(8)])
+    expected = isotonic_regression(np.minimum(wanted, space.factor_grid[-1])).x
+    assert pooled == pytest.approx(expected, abs=0.0006)
 
 
 def test_the_ends_of_the_searched_pairs_move_where_they_are_searched() -> None:

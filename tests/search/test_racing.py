@@ -30,7 +30,7 @@ from ropesearch.search.config import (
     SelectionConfig,
     TPEConfig,
 )
-from ropesearch.search.racing import CHANCE, LEAST_WINDOWS, Racing, is_hopeless, mark_rank
+from ropesearch.search.racing import CHANCE, LEAST_WINDOWS, Racing, Rule, race_rule
 from ropesearch.search.run import SearchResult
 from ropesearch.search.study import JOURNAL_NAME
 from ropesearch.search.trials import PLAN, Step, candidate_json, is_searched, ranked, recorded_candidate
@@ -54,6 +54,18 @@ def p_value(differences: NDArray[np.float64], num_windows: int) -> float:
     needed = -differences.sum() / left
     spread = differences.std(ddof=1) * math.sqrt(1 / seen + 1 / left)
     return float(stats.t.sf((differences.mean() - needed) / spread, seen - 1))
+
+
+GREEDY = Rule(1, 3, 1 / 3)  # of optimizer=gradient
+
+
+def careful(num_windows: int, rank: int = 1) -> Rule:
+    """CHANCE shared by all looks, from the fourth window to the last but one."""
+    return Rule(rank, LEAST_WINDOWS, CHANCE / max(1, num_windows - LEAST_WINDOWS))
+
+
+def is_hopeless(differences: Any, num_windows: int) -> bool:
+    return careful(num_windows).stops(differences, num_windows)
 
 
 def level_of(num_windows: int) -> float:
@@ -104,6 +116,20 @@ def test_ties_and_ends() -> None:
     assert not is_hopeless(worse, 16)  # all are scored: nothing is to be saved
 
 
+@pytest.mark.parametrize(
+    ("differences", "stopped"),
+    [
+        ([0.1, 0.2], False),  # too few
+        ([0.1, 0.2, 0.3], True),
+        ([-0.2, 0.1, 0.2], False),  # a mean of 0.033 with a standard error of 0.120: t = 0.308 of 16, chance 0.39
+        ([-0.1, 0.1, 0.2], True),  # 0.067 with 0.088: t = 0.840, chance 0.245
+        ([-0.3, 0.1, 0.1], False),
+    ],
+)
+def test_a_greedy_race_stops_what_is_likely_worse(differences: list[float], stopped: bool) -> None:
+    assert GREEDY.stops(np.array(differences), 16) == stopped
+
+
 @pytest.mark.parametrize("draw", ["normal", "heavy"])
 def test_candidates_as_good_as_the_mark_are_seldom_stopped(draw: str) -> None:
     """Over all looks together, with a mean of exactly 0 over all windows: what is stopped then is stopped wrongly."""
@@ -133,7 +159,7 @@ def evaluate(regime: Regime, split: str) -> Score:
 
 def raced(
     folder: Path,
-    rank: int = EVOLUTION.num_parents,
+    rank: int = EVOLUTION.num_parents,  # of careful races
     window: Callable[[Regime, int], Score] = window_score,
     objective: Objective | None = None,
     **changes: Any,
@@ -144,7 +170,7 @@ def raced(
         num_windows=NUM_WINDOWS,
         window_cost_tokens=COST_TOKENS // NUM_WINDOWS,
         objective=objective,
-        rank=rank,
+        rule=careful(NUM_WINDOWS, rank),
     )
     return run(folder, **{"num_trials": 60, "score": evaluate, "racing": racing, "objective": objective, **changes})
 
@@ -324,21 +350,25 @@ def test_with_a_guard_only_the_value_stops_and_only_against_a_mark_that_keeps_it
         (EvolutionConfig(num_parents=32), 32, 8),
         (EvolutionConfig(num_parents=4), 8, 8),
         (RandomConfig(), 8, 8),
-        (GradientConfig(), 8, 8),
+        (GradientConfig(), GREEDY, 8),
         (TPEConfig(), None, None),
         (CMAESConfig(), None, None),
     ],
 )
-def test_which_candidate_is_the_mark(optimizer: OptimizerConfig, parents: int | None, finalists: int | None) -> None:
+def test_which_candidate_is_the_mark_and_when_it_is_out_of_reach(
+    optimizer: OptimizerConfig, parents: int | Rule | None, finalists: int | None
+) -> None:
     sampler = make_sampler(optimizer=optimizer)
     found = {
-        mark: mark_rank(RacingConfig(mark=mark), SelectionConfig(num_finalists=8), sampler, Objective(), 5)
+        mark: race_rule(RacingConfig(mark=mark), SelectionConfig(num_finalists=8), sampler, Objective(), 16)
         for mark in RacingMark
     }
-    assert found == {RacingMark.none: None, RacingMark.parents: parents, RacingMark.finalists: finalists}
+    expected = [careful(16, rank) if isinstance(rank, int) else rank for rank in (parents, finalists)]
+    assert list(found.items()) == list(zip(RacingMark, [None, *expected], strict=True))
     for objective in (Objective(needle_weight=0.5), Objective(short_tokens=4)):
-        assert mark_rank(RacingConfig(), SelectionConfig(), sampler, objective, 5) is None
-    assert mark_rank(RacingConfig(), SelectionConfig(), sampler, Objective(), LEAST_WINDOWS) is None
+        assert race_rule(RacingConfig(), SelectionConfig(), sampler, objective, 5) is None
+    least = 3 if isinstance(parents, Rule) else LEAST_WINDOWS
+    assert race_rule(RacingConfig(), SelectionConfig(), sampler, Objective(), least) is None
 
 
 def test_legs_of_a_descent_are_scored_whole(tmp_path: Path) -> None:
@@ -349,7 +379,9 @@ def test_legs_of_a_descent_are_scored_whole(tmp_path: Path) -> None:
     from tests.search.analytic import BASELINES, FINGERPRINTS, run_search
 
     sampler = make_sampler(optimizer=GradientConfig(num_candidates=24, num_starts=1))
-    racing = Racing(evaluate=window_score, num_windows=NUM_WINDOWS, window_cost_tokens=2, objective=Objective(), rank=1)
+    racing = Racing(
+        evaluate=window_score, num_windows=NUM_WINDOWS, window_cost_tokens=2, objective=Objective(), rule=GREEDY
+    )
     run_search(
         folder,
         sampler,
