@@ -252,7 +252,9 @@ def table(results: Mapping[str, dict[str, Any]]) -> str:
         "|---|---:|---:|---:|---:|---:|",
     ]
     for row in comparisons(results):
-        cost = row["costs"].get(DEFAULT)
+        if DEFAULT not in row["costs"]:
+            continue  # not run yet
+        cost = row["costs"][DEFAULT]
         reached = "not within its run" if cost is None else f"{cost:.1f}"
         share = "" if cost is None else f"1 / {row['evaluations'] / cost:.0f}"
         cells = (row["case"], row["seed"], row["evaluations"], f"{math.exp(row['nats']):.3f}", reached, share)

@@ -2,7 +2,7 @@
 
     python benchmarks/search_seeds.py [OUT]
 
-About two minutes a seed on two cores. Stopped and started again it goes on where it was. OUT (by default
+About four minutes a seed on two cores. Stopped and started again it goes on where it was. OUT (by default
 runs/search_seeds)
 gets the demo, a run folder for each seed, and search_seeds.json and search_seeds.md with the figures of the README.
 """
