@@ -353,7 +353,7 @@ def test_an_optimizer_for_one_objective_is_refused_before_weights(
 
 
 def test_a_search_by_gradients_gives_the_same_bytes_again(toy_folder: Path, corpus: Path, tmp_path: Path) -> None:
-    """Gradient steps on the model itself, with retained tokens, then a polish."""
+    """Gradient steps on the model itself, with retained tokens, then moves."""
     found = []
     for name in ("one", "two"):
         words = runs.search_words(toy_folder, corpus, tmp_path / name, num_trials=5)

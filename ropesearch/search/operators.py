@@ -59,7 +59,7 @@ def move(space: Space, parent: Candidate, rng: np.random.Generator) -> Candidate
     the other dimensions, each with a chance of a tenth.
 
     Blocks and parts are of any size, small ones as often as large (log-uniform): a loss that is smooth over one stretch
-    of pairs is rugged over another, where angles wrap, and which it is only a try can tell.
+    of pairs is rugged over another, where angles wrap, and only a try can tell which.
     """
     others = space.dimensions[space.num_pairs :]
     if rng.random() < _OTHER_SHARE * len(others):

@@ -79,7 +79,7 @@ def test_descents_begin_at_the_best_of_the_baselines(uninterrupted: tuple[Search
             assert trial.user_attrs[PLAN]["num_steps"] == NUM_WINDOWS
         assert all(leg.state is TrialState.COMPLETE for leg in each[:-1])
     num_legs = sum(map(len, legs.values()))
-    assert 4 < num_legs < 20  # and a polish follows
+    assert 4 < num_legs < 20  # and moves follow
     failed = [leg for each in legs.values() for leg in each if leg.state is TrialState.FAIL]
     assert [leg.user_attrs[FAILURE] for leg in failed] == ["a gradient is not finite"]
     assert all(PLAN not in trial.user_attrs for trial in trials[-3:])
@@ -146,7 +146,7 @@ def test_a_failed_step_is_a_state_and_ends_its_descent(tmp_path: Path) -> None:
     assert legs[1][0].number == second.number + 1
 
 
-def test_without_gradients_the_polish_alone_is_left(tmp_path: Path) -> None:
+def test_without_gradients_the_moves_alone_are_left(tmp_path: Path) -> None:
     result = descend(tmp_path, 6, differentiate=None)
     trials = trials_of(tmp_path)
     failed = [trial for trial in trials if trial.user_attrs.get(FAILURE) == "no gradients are given to this search"]

@@ -398,5 +398,5 @@ def test_legs_of_a_descent_are_scored_whole(tmp_path: Path) -> None:
     legs = [trial for trial in trials if PLAN in trial.user_attrs]
     assert len(legs) > 1 and all(trial.state is TrialState.COMPLETE for trial in legs)
     assert not any("mark" in trial.user_attrs for trial in legs)
-    polish = [trial for trial in trials if PLAN not in trial.user_attrs]
-    assert any(trial.state is TrialState.PRUNED for trial in polish)
+    moves = [trial for trial in trials if PLAN not in trial.user_attrs]
+    assert any(trial.state is TrialState.PRUNED for trial in moves)
