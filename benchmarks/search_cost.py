@@ -3,8 +3,9 @@
     python -m benchmarks.search_cost [OUT] [--only TEXT] [--second-model FOLDER]
 
 Every run is a search of its own in OUT (by default runs/search_cost), with the same space, windows and baselines for
-all optimizers; only the default races, as it does in a job. Stopped and started again it goes on where it was; started
-twice, the two share the work. --only takes the runs whose name holds TEXT. The second model is trained by
+all optimizers. The default races, as it does in a job; the reference is also run raced, to as many candidates as it has
+without, to see what that saves and what it costs. Stopped and started again it goes on where it was; started twice, the
+two share the work. --only takes the runs whose name holds TEXT. The second model is trained by
 benchmarks/second_model.py; without it its runs are left out. At the end benchmarks/results/search_cost.{json,md,png}
 are written anew, of all runs that are there.
 
@@ -46,6 +47,7 @@ from ropesearch.search.config import (
     GradientConfig,
     OptimizerConfig,
     RacingConfig,
+    RacingMark,
     SelectionConfig,
     SpaceConfig,
 )
@@ -61,7 +63,10 @@ RESULTS = Path(__file__).parent / "results"
 DEFAULT = "gradient"
 REFERENCE = "evolution"
 SHORT, FULL = 400, 1344  # evaluations of the reference that the default is held against
-LONG, COMPARED = 200, 100  # evaluations of the default beside the reference's full run, and of all others
+LONG, COMPARED = 200, 100  # evaluations of the default beside the reference's full run, and elsewhere
+OTHERS = 48  # evaluations of all other optimizers
+RACED = f"{REFERENCE}, raced"
+RACED_CASES, RACED_SEEDS = ("ratio-4", "ratio-8"), 2
 # Costs, in evaluations, at which the best so far is scored on the held-out windows.
 MARKS = (4, 5, 7, 9, 11, 14, 16, 20, 24, 28, 34, 40, 50, 64, 80, 100, 140, 200, 280, 400, 560, 800, 1100, FULL + 8)
 
@@ -88,29 +93,42 @@ CASES = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Run:
-    """One search: its optimizer and seed, and how many evaluations it may cost besides the four baselines."""
+    """One search: its optimizer and seed, and how many evaluations it may cost besides the four baselines; the raced
+    reference has as many candidates instead.
+    """
 
     case: Case
     optimizer: str
     seed: int
     num_evaluations: int
+    is_raced: bool = False
 
     @property
     def name(self) -> str:
-        return f"{self.case.name}-{self.optimizer}-{self.seed}"
+        return f"{self.case.name}-{self.label.replace(', ', '-')}-{self.seed}"
+
+    @property
+    def label(self) -> str:
+        """The optimizer as tables and plots name it."""
+        return RACED if self.is_raced and self.optimizer == REFERENCE else self.optimizer
 
 
 def all_runs() -> Iterator[Run]:
     """The default and the reference of all cases first."""
-    for optimizers in ((DEFAULT, REFERENCE), [name for name in OPTIMIZERS if name not in (DEFAULT, REFERENCE)]):
-        for case in CASES:
-            for seed in range(case.num_seeds):
-                for optimizer in optimizers:
-                    full = seed == 0 and case.full
-                    num_evaluations = LONG if full and optimizer == DEFAULT else COMPARED
-                    if optimizer == REFERENCE:
-                        num_evaluations = FULL if full else SHORT
-                    yield Run(case=case, optimizer=optimizer, seed=seed, num_evaluations=num_evaluations)
+    for case in CASES:
+        for seed in range(case.num_seeds):
+            full = seed == 0 and case.full
+            num_evaluations = LONG if full else COMPARED
+            yield Run(case=case, optimizer=DEFAULT, seed=seed, num_evaluations=num_evaluations, is_raced=True)
+            yield Run(case=case, optimizer=REFERENCE, seed=seed, num_evaluations=FULL if full else SHORT)
+    for case in CASES:
+        for seed in range(RACED_SEEDS if case.name in RACED_CASES else 0):
+            yield Run(case=case, optimizer=REFERENCE, seed=seed, num_evaluations=SHORT, is_raced=True)
+    for case in CASES:
+        for seed in range(case.num_seeds):
+            for optimizer in OPTIMIZERS:
+                if optimizer not in (DEFAULT, REFERENCE):
+                    yield Run(case=case, optimizer=optimizer, seed=seed, num_evaluations=OTHERS)
 
 
 class Bench:
@@ -140,9 +158,11 @@ class Bench:
         objective, scoring = Objective(), ScoringConfig()
         sampler = make_sampler(space, config, run.seed, seed_regimes(baselines), len(baselines), windows.num_windows)
         cost_tokens = forward_equivalent_tokens(windows)
-        rule = race_rule(RacingConfig(), SelectionConfig(num_finalists=1), sampler, objective, windows.num_windows)
+        selection = SelectionConfig() if run.label == RACED else SelectionConfig(num_finalists=1)
+        mark = RacingMark.finalists if run.label == RACED else RacingMark.parents
+        rule = race_rule(RacingConfig(mark=mark), selection, sampler, objective, windows.num_windows)
         racing = None
-        if run.optimizer == DEFAULT and rule is not None:
+        if run.is_raced and rule is not None:
             racing = Racing(
                 evaluate=lambda regime, window: self.scorer.score(regime, windows, scoring, only=window),
                 num_windows=windows.num_windows,
@@ -150,6 +170,7 @@ class Bench:
                 objective=objective,
                 rule=rule,
             )
+        num_evaluations = run.num_evaluations + len(baselines)
         fingerprints = {
             "windows": {split: self.windows[split].fingerprint for split in self.windows},
             "optimizer": {"name": run.optimizer, **plain(config)},
@@ -167,8 +188,10 @@ class Bench:
             cost_tokens=cost_tokens,
             step_cost_tokens=GRADIENT_COST * target_length,
             fingerprints=fingerprints,
-            budget=BudgetConfig(forward_equivalent_tokens=(run.num_evaluations + len(baselines)) * cost_tokens),
-            selection=SelectionConfig(num_finalists=1),
+            budget=BudgetConfig(num_trials=num_evaluations)
+            if run.label == RACED
+            else BudgetConfig(forward_equivalent_tokens=num_evaluations * cost_tokens),
+            selection=selection,
         )
         trials = open_study(out, fingerprints, sampler).study.get_trials(deepcopy=False)
         curve: list[dict[str, float]] = []
@@ -198,7 +221,7 @@ class Bench:
         return {
             "run": run.name,
             "case": run.case.name,
-            "optimizer": run.optimizer,
+            "optimizer": run.label,
             "seed": run.seed,
             "threads": torch.get_num_threads(),
             "versions": versions(),
@@ -245,6 +268,28 @@ def comparisons(results: Mapping[str, dict[str, Any]]) -> list[dict[str, Any]]:
     return found
 
 
+def racing_lines(results: Mapping[str, dict[str, Any]]) -> list[str]:
+    """What racing saves of the reference's tokens, and where both end."""
+    lines = [
+        f"Racing of {SHORT} candidates against the last finalist, final nats per token on search / held-out windows:",
+        "",
+        "| case | seed | evaluations | saved | raced | not raced |",
+        "|---|---:|---:|---:|---:|---:|",
+    ]
+    for raced in (result for result in results.values() if result["optimizer"] == RACED):
+        plain_run = results.get(f"{raced['case']}-{REFERENCE}-{raced['seed']}")
+        if plain_run is None:
+            continue
+        num_evaluations = SHORT + len(raced["baselines"])
+        end = raced["curve"][-1]
+        plain_end = [point for point in plain_run["curve"] if point["evaluations"] <= num_evaluations][-1]
+        saved = 1 - end["evaluations"] / num_evaluations
+        both = (f"{point['search']:.4f} / {point['held_out']:.4f}" for point in (end, plain_end))
+        cells = (raced["case"], raced["seed"], f"{end['evaluations']:.0f}", f"{saved:.0%}", *both)
+        lines.append(f"| {' | '.join(map(str, cells))} |")
+    return lines
+
+
 def table(results: Mapping[str, dict[str, Any]]) -> str:
     """The figures as markdown."""
     lines = [
@@ -259,6 +304,7 @@ def table(results: Mapping[str, dict[str, Any]]) -> str:
         share = "" if cost is None else f"1 / {row['evaluations'] / cost:.0f}"
         cells = (row["case"], row["seed"], row["evaluations"], f"{math.exp(row['nats']):.3f}", reached, share)
         lines.append(f"| {' | '.join(map(str, cells))} |")
+    lines += ["", *racing_lines(results)]
     lines += ["", "Perplexity on search / held-out windows after so many evaluations, median over seeds:", ""]
     marks = (5, 9, 14, 20, 40, 100, 200, SHORT, FULL)
     lines += [f"| case | optimizer | {' | '.join(map(str, marks))} |", "|---|---|" + "---:|" * len(marks)]
@@ -266,7 +312,7 @@ def table(results: Mapping[str, dict[str, Any]]) -> str:
     for result in results.values():
         groups.setdefault((result["case"], result["optimizer"]), []).append(result)
     for (case, optimizer), group in groups.items():
-        cells = []
+        medians = []
         for mark in marks:
             points = [
                 [point for point in result["curve"] if point["evaluations"] <= mark + 4]
@@ -275,8 +321,8 @@ def table(results: Mapping[str, dict[str, Any]]) -> str:
             ]
             last = [each[-1] for each in points if each]
             pairs = (statistics.median(math.exp(point[split]) for point in last) for split in ("search", "held_out"))
-            cells.append(" / ".join(f"{value:.2f}" for value in pairs) if last else "")
-        lines.append(f"| {case} | {optimizer} ({len(group)}) | {' | '.join(cells)} |")
+            medians.append(" / ".join(f"{value:.2f}" for value in pairs) if last else "")
+        lines.append(f"| {case} | {optimizer} ({len(group)}) | {' | '.join(medians)} |")
     return "\n".join(lines) + "\n"
 
 
@@ -287,7 +333,7 @@ def plot(path: Path, results: Mapping[str, dict[str, Any]]) -> None:
     cases = list(dict.fromkeys(result["case"] for result in results.values()))
     figure = Figure(figsize=(11, 3.2 * len(cases)), layout="constrained")
     axes = figure.subplots(len(cases), 2, squeeze=False)
-    colours = {name: f"C{index}" for index, name in enumerate(OPTIMIZERS)}
+    colours = {name: f"C{index}" for index, name in enumerate([*OPTIMIZERS, RACED])}
     for row, case in zip(axes, cases, strict=True):
         for axis, split in zip(row, ("search", "held_out"), strict=True):
             seen = set()
