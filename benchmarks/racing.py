@@ -1,15 +1,13 @@
-"""What racing saves, and what it costs: tests and marks replayed on recorded scores, and searches with and without.
+"""What racing saves: tests and marks replayed on the scores of recorded searches without it.
 
-    python -m benchmarks.racing [OUT] [--num-trials 400] [--journal FILE ...] [--replay-only]
+    python -m benchmarks.racing JOURNAL ... [--num-trials 400]
 
-Journals of finished searches hold the nats of every window of every candidate, so a race can be replayed on them: which
+Journals of searches hold the nats of every window of every candidate, so a race can be replayed on them: which
 candidates each test stops, after how many windows, and how many of these wrongly, that would have ended above the mark.
-Each journal is replayed with its windows in 5 orders. Then the demo is searched with seeds 0, 1 and 2, for every mark
-(`none` is the search without racing; its journals are replayed too). Stopped and started again it goes on where it was;
---replay-only needs nothing but the journals given. OUT, by default runs/racing, gets racing.json and racing.md.
+Each journal is replayed with its windows in 5 orders. benchmarks/search_cost.py makes such journals (evolution), and
+says what whole searches save with racing, and where they end. Results go to benchmarks/results/racing.{json,md}.
 
-A replay is exact until a candidate is stopped that would have become a parent: of racing against the last parent only
-false stops are such, while racing against the last finalist stops future parents on purpose. Their share is shown.
+A replay is exact until a candidate is stopped that would have become a parent; the share of these is shown.
 """
 
 import argparse
@@ -17,7 +15,6 @@ import bisect
 import functools
 import json
 import math
-import statistics
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -27,24 +24,16 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy import stats
 
-from ropesearch.config import SearchJob
-from ropesearch.data.config import CorpusConfig
-from ropesearch.demo.__main__ import write_demo
-from ropesearch.errors import RopesearchError
 from ropesearch.files import write_bytes, write_json
-from ropesearch.model.config import ModelConfig
-from ropesearch.pipeline import search
 from ropesearch.run_folder import versions
 from ropesearch.score.score import Score
-from ropesearch.search.config import BudgetConfig, EvolutionConfig, RacingConfig, RacingMark
 from ropesearch.search.racing import CHANCE, LEAST_WINDOWS
 
-SEEDS = (0, 1, 2)
-TARGET_LENGTH = 2048
+RESULTS = Path(__file__).parent / "results"
 NUM_ORDERS = 5
 RANKS = {"the last parent": 32, "the last finalist": 8}
 TESTS = ("finite t", "t", "Wilcoxon")
-CHANCES = (0.2, 0.1, 0.05, 0.02)
+CHANCES = (0.2, 0.1, 0.05, 0.02, 0.01)
 
 Candidates = list[tuple[int, Score]]
 
@@ -96,10 +85,9 @@ def stops(differences: NDArray[np.float64], num_windows: int, test: str, level: 
     return bool(statistic > critical(test, seen, level))
 
 
-def replayed(values: NDArray[np.float64], rank: int, test: str, chance: float, num_parents: int) -> dict[str, int]:
+def replayed(values: NDArray[np.float64], rank: int, test: str, level: float, num_parents: int) -> dict[str, int]:
     """A race on the values, float64 (num_candidates, num_windows), of candidates in the order of their trials."""
     num_windows = values.shape[1]
-    level = chance / (num_windows - LEAST_WINDOWS)
     means = values.mean(axis=1)
     finished: list[tuple[float, int]] = []
     found = {"windows": 0, "stopped": 0, "false": 0, "would_be_parents": 0, "above": 0, "within": 0}
@@ -122,12 +110,12 @@ def replayed(values: NDArray[np.float64], rank: int, test: str, chance: float, n
     return found
 
 
-def replay_rows(journals: Sequence[Path]) -> list[dict[str, Any]]:
+def replay_rows(journals: Sequence[Path], num_trials: int) -> list[dict[str, Any]]:
     """What every test, chance and mark saves on all journals together."""
     orders = [np.random.default_rng(order) for order in range(1, NUM_ORDERS)]
     tables = []
     for journal in journals:
-        values = np.array([score.window_nats / score.window_tokens for _, score in candidates_of(journal)])
+        values = np.array([score.window_nats / score.window_tokens for _, score in candidates_of(journal)[:num_trials]])
         tables += [values, *(values[:, rng.permutation(values.shape[1])] for rng in orders)]
     num_parents = RANKS["the last parent"]
     rows = []
@@ -165,73 +153,20 @@ def replay_table(rows: Sequence[dict[str, Any]]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def searched(out: Path, seed: int, mark: RacingMark, num_trials: int) -> dict[str, Any]:
-    """One search's figures; it is begun, gone on with, or read."""
-    outcome = search(
-        SearchJob(
-            model=ModelConfig(path=str(out / "demo" / "model")),
-            corpus=CorpusConfig(path=str(out / "demo" / "texts")),
-            target_length=TARGET_LENGTH,
-            seed=seed,
-            optimizer=EvolutionConfig(),
-            racing=RacingConfig(mark=mark),
-            budget=BudgetConfig(num_trials=num_trials),
-            run=str(out / f"{mark.name}-{seed}"),
-        )
-    )
-    result = outcome.result
-    row = next(row for row in outcome.rows if (row.method, row.length) == (result.method, TARGET_LENGTH))
-    return {
-        "mark": mark.name,
-        "seed": seed,
-        "num_stopped": result.num_stopped,
-        "tokens": result.num_forward_equivalent_tokens,
-        "saved": result.num_saved_tokens / (result.num_saved_tokens + result.num_forward_equivalent_tokens),
-        "search_nats_per_token": min(value for _, value in result.course),
-        "held_out_nats_per_token": row.nats / row.tokens,
-    }
-
-
-def search_table(results: Sequence[dict[str, Any]]) -> str:
-    """The searches as a markdown table, one line a mark, with the mean and the range over seeds."""
-    lines = [
-        "| raced against | tokens saved | search nats per token | held-out nats per token |",
-        "|---|---:|---:|---:|",
-    ]
-    for mark in RacingMark:
-        rows = [result for result in results if result["mark"] == mark.name]
-        saved = statistics.mean(row["saved"] for row in rows)
-        cells = [mark.name, f"{100 * saved:.1f} %"]
-        for key in ("search_nats_per_token", "held_out_nats_per_token"):
-            values = [row[key] for row in rows]
-            cells.append(f"{statistics.mean(values):.4f} ({min(values):.4f} to {max(values):.4f})")
-        lines.append(f"| {' | '.join(cells)} |")
-    return "\n".join(lines) + "\n"
-
-
 def main() -> int:
     """The command."""
-    parser = argparse.ArgumentParser(description="What racing saves and costs.")
-    parser.add_argument("out", type=Path, nargs="?", default=Path("runs/racing"), metavar="OUT")
-    parser.add_argument("--num-trials", type=int, default=400, help="candidates of each search (default 400)")
-    parser.add_argument("--journal", type=Path, action="append", default=[], help="another study.journal to replay")
-    parser.add_argument("--replay-only", action="store_true", help="no searches: only the journals given")
+    parser = argparse.ArgumentParser(description="What racing saves, replayed on recorded searches.")
+    parser.add_argument("journals", type=Path, nargs="+", metavar="JOURNAL", help="a study.journal")
+    parser.add_argument("--num-trials", type=int, default=400, help="candidates of each that count (default 400)")
     options = parser.parse_args()
-    journals, results = list(options.journal), []
     try:
-        if not options.replay_only:
-            write_demo(options.out / "demo")
-            results = [searched(options.out, seed, mark, options.num_trials) for seed in SEEDS for mark in RacingMark]
-            journals += [options.out / f"{RacingMark.none.name}-{seed}" / "study.journal" for seed in SEEDS]
-        rows = replay_rows(journals)
-    except (RopesearchError, OSError) as error:
+        rows = replay_rows(options.journals, options.num_trials)
+    except OSError as error:
         print(f"racing: {error}", file=sys.stderr)
         return 2
-    text = replay_table(rows) + ("\n" + search_table(results) if results else "")
-    options.out.mkdir(parents=True, exist_ok=True)
-    write_json(options.out / "racing.json", {"versions": versions(), "replay": rows, "searches": results})
-    write_bytes(options.out / "racing.md", text.encode())
-    print(text, end="")
+    write_json(RESULTS / "racing.json", {"versions": versions(), "replay": rows})
+    write_bytes(RESULTS / "racing.md", replay_table(rows).encode())
+    print(replay_table(rows), end="")
     return 0
 
 

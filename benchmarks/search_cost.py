@@ -47,7 +47,6 @@ from ropesearch.search.config import (
     GradientConfig,
     OptimizerConfig,
     RacingConfig,
-    RacingMark,
     SelectionConfig,
     SpaceConfig,
 )
@@ -159,8 +158,7 @@ class Bench:
         sampler = make_sampler(space, config, run.seed, seed_regimes(baselines), len(baselines), windows.num_windows)
         cost_tokens = forward_equivalent_tokens(windows)
         selection = SelectionConfig() if run.label == RACED else SelectionConfig(num_finalists=1)
-        mark = RacingMark.finalists if run.label == RACED else RacingMark.parents
-        rule = race_rule(RacingConfig(mark=mark), selection, sampler, objective, windows.num_windows)
+        rule = race_rule(RacingConfig(), selection, sampler, objective, windows.num_windows)
         racing = None
         if run.is_raced and rule is not None:
             racing = Racing(

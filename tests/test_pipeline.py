@@ -178,7 +178,7 @@ def test_racing_changes_no_score_and_says_what_it_saved(
     both = [trial for trial in raced if trial[2] and str(trial[5]) in values]
     assert len(both) > 8 and all(values[str(trial[5])] == trial[2] for trial in both)  # window by window or at once
     assert cli.main(words_of("none")) == 2
-    assert "racing.rank: (nothing) there, 4 asked" in capsys.readouterr().err
+    assert "racing.rank: (nothing) there, 1 asked" in capsys.readouterr().err
 
 
 def test_another_question_in_the_same_folder_is_refused(

@@ -306,7 +306,6 @@ class RacingMark(Enum):
     """Which finished candidate a new one has to reach."""
 
     none = "none"
-    parents = "parents"
     finalists = "finalists"
 
 
@@ -315,10 +314,9 @@ class RacingConfig:
     """When the scoring of a hopeless candidate is stopped before its last window."""
 
     mark: RacingMark = setting(
-        RacingMark.parents,
-        "a candidate is stopped when it is clearly worse than: parents = the last of those that later candidates are "
-        "made from, and of the finalists (of optimizer=gradient: likely worse than the best); finalists = the last "
-        "finalist so far; none = never",
+        RacingMark.finalists,
+        "a candidate is stopped when it is clearly worse than: finalists = the last finalist so far (of "
+        "optimizer=gradient: likely worse than the best); none = never",
     )
 
 

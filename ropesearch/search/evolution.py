@@ -20,7 +20,7 @@ class EvolutionSampler(CandidateSampler):
 
     The first num_population candidates are the seeds (of the paper: linear interpolation, NTK and YaRN, the true one)
     and mutants of these. Every generation then has num_mutations mutants and num_crossovers crossovers of the
-    num_parents best of everything finished, each pair touched with mutation_probability.
+    num_parents best so far, each pair touched with mutation_probability.
 
     It differs from the paper where that saves evaluations: mutation and crossover are constructive, and half of each
     are made for a loss that is smooth along the pairs (see operators.py); better parents are drawn more often, in the
@@ -28,7 +28,8 @@ class EvolutionSampler(CandidateSampler):
 
     With one worker it is generational: parents come from the trials numbered before the generation. While a trial with
     a lower number is still running, as with several workers, parents come from everything that is finished, and nothing
-    ever waits. Failed trials and those that racing stopped have no children.
+    ever waits. Failed trials have no children. Those that racing stopped are ordered by what they looked like then, of
+    a share of the windows: too little to be the result, and enough for a parent.
 
     Of a study with two objectives the num_parents best are those of NSGA-II (see front.py), and parents are drawn as
     there, by binary tournament, so that the children spread along the front.
@@ -52,21 +53,22 @@ class EvolutionSampler(CandidateSampler):
         return self.config.num_population + self.config.num_generations * self._num_children
 
     @property
-    def num_parents(self) -> int:
-        """As configured."""
-        return self.config.num_parents
+    def may_stop(self) -> bool:
+        """Those that cannot be the result are parents by what they looked like."""
+        return True
 
     @property
     def _num_children(self) -> int:
         return self.config.num_mutations + self.config.num_crossovers
 
     def _draw(self, past: Past, index: int, rng: np.random.Generator) -> Candidate:
+        entries = sorted([*past.scored, *past.stopped])
         place = (index - self.config.num_population) % self._num_children
         if index < self.config.num_population:
-            parents = [entry for entry in past.scored if entry.candidate in self.seeds]
+            parents = [entry for entry in entries if entry.candidate in self.seeds]
         else:
             first = self._num_baselines + index - place
-            parents = [entry for entry in past.scored if past.waiting or entry.number < first]
+            parents = [entry for entry in entries if past.waiting or entry.number < first]
         draw_rank = better_rank
         if parents and len(parents[0].values) > 1:
             parents, draw_rank = _crowded(parents), _tournament

@@ -76,9 +76,9 @@ class GradientSampler(CandidateSampler):
         return self.config.num_candidates
 
     @property
-    def num_parents(self) -> int:
-        """Of a move; the legs of descents are never stopped."""
-        return 1
+    def may_stop(self) -> bool:
+        """Moves may; the legs of descents are never raced."""
+        return True
 
     @property
     def is_greedy(self) -> bool:

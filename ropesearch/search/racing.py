@@ -1,8 +1,9 @@
 """Racing: a candidate is scored window by window, and stopped when it is clearly worse than the one that it must reach.
 
 The idea is that of racing algorithms (Maron and Moore 1994, "Hoeffding races"; Birattari et al. 2002, "A racing
-algorithm for configuring metaheuristics"). Here only the last of the candidates that matter is raced against: what a
-stopped candidate would have been worth in the end is never needed.
+algorithm for configuring metaheuristics"). Here only the last of the candidates that can be the result is raced
+against. A stopped candidate is never finished; but how much worse than the mark it was so far is kept, as an evolution
+takes parents from more candidates than can be the result.
 
 The question, asked after every window, is whether the mean over all windows will be worse than the mark's. With the
 first k of n windows as a sample of the n, that is a one-sided paired t test with the correction for a finite population
@@ -31,6 +32,7 @@ from ropesearch.search.journal import Journal
 from ropesearch.search.sampler import CandidateSampler
 from ropesearch.search.trials import (
     COST,
+    ESTIMATE,
     FAILURE,
     MARK,
     SCORE,
@@ -43,10 +45,9 @@ from ropesearch.search.trials import (
     window_key,
 )
 
-# See benchmarks/racing.py for what they were chosen by: a candidate as good as the mark is stopped with a chance of at
-# most CHANCE, over all looks together (Bonferroni), a better one seldom.
+# See benchmarks/racing.py for what they were chosen by. CHANCE is that of one look at a candidate as good as the mark.
 LEAST_WINDOWS = 4
-CHANCE = 0.1
+CHANCE = 0.05
 # Of a greedy search: what is likely worse than the best is dropped, as another move costs little more than certainty.
 _GREEDY_LEAST_WINDOWS = 3
 _GREEDY_CHANCE = 1 / 3
@@ -106,7 +107,9 @@ class Racing:
             if scores:
                 differences = self.objective.window_values(Score.joined(scores)) - values[: len(scores)]
                 if self.rule.stops(differences, self.num_windows):
-                    return {COST: len(scores) * self.window_cost_tokens, STOPPED_AFTER: len(scores)}
+                    estimate = self.objective.value(Score.from_json(mark.user_attrs[SCORE])) + differences.mean()
+                    cost_tokens = len(scores) * self.window_cost_tokens
+                    return {COST: cost_tokens, ESTIMATE: float(estimate), STOPPED_AFTER: len(scores)}
             started = time.perf_counter()
             try:
                 score = self.evaluate(regime, len(scores))
@@ -132,12 +135,10 @@ def race_rule(
     values of all candidates, for two objectives, which have a front and no last of the best, for needles, whose windows
     are not alike, and for too few windows to stop before the last.
     """
-    if config.mark is RacingMark.none or sampler.num_parents is None or not objective.has_window_values:
+    if config.mark is RacingMark.none or not sampler.may_stop or not objective.has_window_values:
         return None
-    if config.mark is RacingMark.parents and sampler.is_greedy:
+    if sampler.is_greedy:
         rule = Rule(1, _GREEDY_LEAST_WINDOWS, _GREEDY_CHANCE)
     else:
-        num_parents = sampler.num_parents if config.mark is RacingMark.parents else 0
-        num_looks = max(1, num_windows - LEAST_WINDOWS)
-        rule = Rule(max(num_parents, selection.num_finalists), LEAST_WINDOWS, CHANCE / num_looks)
+        rule = Rule(selection.num_finalists, LEAST_WINDOWS, CHANCE)
     return rule if num_windows > rule.least_windows else None

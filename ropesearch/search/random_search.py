@@ -34,9 +34,9 @@ class RandomSampler(CandidateSampler):
         return self.config.num_candidates
 
     @property
-    def num_parents(self) -> int:
-        """None are needed: draws are independent."""
-        return 0
+    def may_stop(self) -> bool:
+        """Nothing is inferred from any."""
+        return True
 
     def _draw(self, past: Past, index: int, rng: np.random.Generator) -> Candidate:
         return self._coordinates.candidate(rng.standard_normal(self._coordinates.num_coordinates))

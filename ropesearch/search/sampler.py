@@ -16,7 +16,7 @@ from ropesearch.rope.regime import Regime
 from ropesearch.search.operators import nearest_new
 from ropesearch.search.parameters import distributions, parameters
 from ropesearch.search.space import Candidate, Space
-from ropesearch.search.trials import rank, ranked, recorded_candidate
+from ropesearch.search.trials import ESTIMATE, rank, ranked, recorded_candidate
 from ropesearch.seeding import stream
 
 
@@ -38,11 +38,13 @@ class Scored(NamedTuple):
 class Past:
     """What a study holds besides the trial that a candidate is proposed for.
 
-    `scored` is best first; `known` are all candidates, failed and running ones too, `running` those that are being
-    scored. `waiting` says whether a trial with a lower number is still running.
+    `scored` is best first; `stopped` are those that racing stopped, by what they looked like then, best first too.
+    `known` are all candidates, failed and running ones too, `running` those that are being scored. `waiting` says
+    whether a trial with a lower number is still running.
     """
 
     scored: Sequence[Scored]
+    stopped: Sequence[Scored]
     known: Collection[Candidate]
     running: Sequence[Candidate]
     waiting: bool
@@ -62,8 +64,8 @@ class CandidateSampler(BaseSampler):
 
     The first candidates are `seeds`, projected onto the space. `num_baselines` trials come before the first candidate.
     Every candidate has a random stream of its own, and nothing is kept outside the study: so a proposal depends on the
-    study's content, the seed and the trial's number only. No candidate is proposed twice. Failed trials and those that
-    racing stopped are known, and nothing is inferred from them; a trial that is still running is not waited for.
+    study's content, the seed and the trial's number only. No candidate is proposed twice. Failed trials are known, and
+    nothing is inferred from them; a trial that is still running is not waited for.
     """
 
     name: ClassVar[str]
@@ -82,11 +84,9 @@ class CandidateSampler(BaseSampler):
         """How many candidates the search has when nothing else ends it."""
 
     @property
-    def num_parents(self) -> int | None:
-        """From how many of the best candidates it infers anything; None where it needs the values of all, so that none
-        may be stopped before its last window.
-        """
-        return None
+    def may_stop(self) -> bool:
+        """Whether candidates may be stopped before their last window; not where the values of all are needed."""
+        return False
 
     @property
     def is_greedy(self) -> bool:
@@ -151,9 +151,16 @@ class CandidateSampler(BaseSampler):
             candidate = candidates.get(trial.number)
             if candidate is not None:
                 scored.append(Scored(rank(trial), trial.number, tuple(trial.values), candidate))
+        stopped = [
+            Scored((0.0, estimate, trial.number), trial.number, (estimate,), candidate)
+            for trial in trials
+            if (estimate := trial.user_attrs.get(ESTIMATE)) is not None
+            and (candidate := candidates.get(trial.number)) is not None
+        ]
         running = [trial for trial in trials if trial.number != number and not trial.state.is_finished()]
         past = Past(
             scored=scored,
+            stopped=sorted(stopped),
             known=known,
             running=[candidate for trial in running if (candidate := candidates[trial.number]) is not None],
             waiting=any(trial.number < number for trial in running),

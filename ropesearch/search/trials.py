@@ -26,6 +26,7 @@ SCORE = "score"  # nats and tokens by window and position block; written last, b
 GUARD = "short_excess_nats"  # a constraint, not an attribute: nats per token above what the objective's guard allows
 MARK = "mark"  # number of the trial that it is raced against, see racing.py; its windows are scored one by one then
 STOPPED_AFTER = "stopped_after"  # how many windows it was stopped after in a race; its state is PRUNED then
+ESTIMATE = "estimated_nats_per_token"  # what it looked like then: the mark's, and by how much it was worse so far
 FAILURE = "failure"  # why it could not be scored; likewise
 PLAN = "plan"  # of a sampler that takes gradients: what has to be done before the candidate is known, see gradient.py
 

@@ -8,13 +8,14 @@ from optuna.trial import FrozenTrial, TrialState
 
 from ropesearch.errors import InputError
 from ropesearch.rope import methods
+from ropesearch.search import evolution
 from ropesearch.search.baselines import baseline_regimes
 from ropesearch.search.config import EvolutionConfig, SpaceConfig
 from ropesearch.search.evolution import EvolutionSampler
 from ropesearch.search.parameters import parameters
 from ropesearch.search.space import Candidate, Space
 from ropesearch.search.spaces import make_space
-from ropesearch.search.trials import CANDIDATE, candidate_json
+from ropesearch.search.trials import CANDIDATE, ESTIMATE, candidate_json, recorded_candidate
 from ropesearch.seeding import stream
 from tests.search.analytic import EVOLUTION, TARGET_LENGTH, distance, make_geometry
 
@@ -128,6 +129,28 @@ def test_while_others_run_parents_come_from_all_that_is_finished() -> None:
     new = [make_trial(3, best, -1.0), make_trial(4, None, state=TrialState.RUNNING)]
     children = [alone.propose(known + new, number) for number in range(5, 60)]
     assert sum(np.not_equal(child.factor_steps, best.factor_steps).sum() <= 4 for child in children) > 20
+
+
+def test_stopped_candidates_are_parents_by_what_they_looked_like() -> None:
+    first = EVOLUTION.num_population
+    trials = run(make_sampler(), first)
+    for estimate, place in ((-1.0, 0), (1e9, first)):
+        stopped = trials[3]
+        stopped = make_trial(3, recorded_candidate(stopped), state=TrialState.PRUNED)
+        stopped.set_user_attr(ESTIMATE, estimate)
+        ranks: list[list[Candidate]] = []
+
+        def offspring(space: Space, ranked: list[Candidate], *rest: object, of: list[object] = ranks) -> Candidate:  # type: ignore[assignment]
+            of.append(list(ranked))
+            return Candidate((1, 2, 3, 4, 5, 6, 7, 8), 0, 0)
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(evolution, "offspring", offspring)
+            make_sampler().propose([*trials[:3], stopped, *trials[4:]], first)
+        others = [recorded_candidate(trial) for trial in sorted(trials, key=lambda trial: trial.value)]
+        others.remove(recorded_candidate(stopped))
+        others.insert(place, recorded_candidate(stopped))
+        assert ranks == [others[: EVOLUTION.num_parents]]
 
 
 def test_failed_trials_have_no_children() -> None:
