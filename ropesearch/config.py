@@ -29,8 +29,8 @@ from ropesearch.search.config import (
     RacingConfig,
     SelectionConfig,
     SpaceConfig,
-    StorageConfig,
 )
+from ropesearch.search.sharing_config import STORAGES, JournalConfig, StorageConfig, WorkerConfig
 from ropesearch.settings import group, setting
 
 
@@ -64,7 +64,8 @@ class SearchJob(JobConfig):
     racing: RacingConfig = group(RacingConfig)
     selection: SelectionConfig = group(SelectionConfig)
     budget: BudgetConfig = group(BudgetConfig)
-    storage: StorageConfig = group(StorageConfig)
+    storage: StorageConfig = group(JournalConfig, STORAGES)
+    worker: WorkerConfig = group(WorkerConfig)
 
     def __post_init__(self) -> None:
         _check_seed(self.seed)
@@ -81,6 +82,8 @@ class SearchJob(JobConfig):
             )
         self.selection.check()
         self.budget.check()
+        self.storage.check()
+        self.worker.check()
         self.corpus.check()
         table_files(self.tables)
 

@@ -320,18 +320,3 @@ class RacingConfig:
         "made from, and of the finalists (of optimizer=gradient: likely worse than the best); finalists = the last "
         "finalist so far; none = never",
     )
-
-
-class StorageName(Enum):
-    """Where a study can be kept."""
-
-    journal = "journal"
-
-
-@dataclass(kw_only=True)
-class StorageConfig:
-    """Where the study is kept."""
-
-    name: StorageName = setting(
-        StorageName.journal, "journal = Optuna's journal file, study.journal in the run folder (one machine)"
-    )
