@@ -9,6 +9,7 @@ import os
 import shutil
 import socket
 import subprocess
+import sys
 import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -95,7 +96,7 @@ def missing() -> str | None:
 
 
 @contextlib.contextmanager
-def running(num_nodes: int = 2, num_cpus: int = 2) -> Iterator[Slurm]:
+def running(num_nodes: int = 2, num_cpus: int = 8) -> Iterator[Slurm]:
     """Start a Slurm whose nodes have so many (pretended) CPUs and two (pretended) GPUs each, stop it at the end; skips
     where that cannot be done.
     """
@@ -105,8 +106,10 @@ def running(num_nodes: int = 2, num_cpus: int = 2) -> Iterator[Slurm]:
     with tempfile.TemporaryDirectory(prefix="slurm-", dir="/tmp") as name:
         folder = Path(name)
         config = _write_config(folder, num_nodes, num_cpus)
-        environment = {**os.environ, "SLURM_CONF": str(config), "PATH": _search_path()}
-        slurm = Slurm(folder, {key: value for key, value in environment.items() if not key.startswith("SLURM_JOB")})
+        ours = {key: value for key, value in os.environ.items() if not key.startswith(("SLURM_", "SBATCH_"))}
+        # Jobs find the commands of the Python that runs the tests.
+        path = os.pathsep.join([str(Path(sys.executable).parent), _search_path()])
+        slurm = Slurm(folder, {**ours, "SLURM_CONF": str(config), "PATH": path})
         system = {"PATH": _search_path(), "SLURM_CONF": str(config), "LC_ALL": "C"}
         with contextlib.ExitStack() as stack:
 
