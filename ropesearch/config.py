@@ -126,15 +126,24 @@ class VerifyJob(JobConfig):
             raise InputError(f"max_logits_tokens: expected at least 1 token, got {self.max_logits_tokens}")
 
 
+@dataclasses.dataclass(kw_only=True)
+class StatusJob(JobConfig):
+    """Look at a search from any machine that sees its run folder: trials, best score, workers, time left."""
+
+    path: str = setting("", "run folder of the search")
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class Job:
-    """A job of the command line: its schema, the key that a bare path stands for, and the keys that must be given."""
+    """A job of the command line: its schema, the key that a bare path stands for, the keys that must be given, and the
+    module with the function of its name."""
 
     schema: type[JobConfig]
     main_key: str
     path_meaning: str
     summary: str
     required: tuple[str, ...]
+    module: str = "ropesearch.pipeline"
 
 
 JOBS = {
@@ -158,6 +167,14 @@ JOBS = {
         path_meaning="FOLDER",
         summary="prove that a folder is what its rope_config.json says",
         required=("path",),
+    ),
+    "status": Job(
+        schema=StatusJob,
+        main_key="path",
+        path_meaning="RUN",
+        summary="how far a search is, from any machine that sees its run folder",
+        required=("path",),
+        module="ropesearch.status",
     ),
 }
 

@@ -17,7 +17,7 @@ FLOORS = [
     {"score", "artifact"},
     {"search", "train", "evaluate", "track"},
     {"config", "report", "scoring"},
-    {"pipeline", "demo"},
+    {"pipeline", "status", "demo"},
     {"cli"},
 ]
 FLOOR_OF = {name: floor for floor, names in enumerate(FLOORS) for name in names}
