@@ -148,6 +148,7 @@ def search(job: SearchJob) -> SearchOutcome:
             scorer.prove([*windows.values(), *needles.values()])
         # Another search in this folder keeps its description.
         opened = open_study(run.path, fingerprints, sampler, objective.num_values, job.storage)
+        stack.callback(opened.store.close)
         run.describe(plain(job))
         presence = stack.enter_context(working(run.path, job.worker.lease_seconds, str(job.model.device)))
 

@@ -15,13 +15,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from optuna.storages import BaseStorage, JournalStorage
 from optuna.trial import FrozenTrial, TrialState
 
 from ropesearch.errors import InputError
 from ropesearch.search.budget import spent_seconds, spent_tokens
-from ropesearch.search.journal import Journal
-from ropesearch.search.study import JOURNAL_NAME, STUDY_NAME
+from ropesearch.search.storage import JOURNAL_NAME, WHERE_NAME, open_for_reading
 from ropesearch.search.trials import (
     COST,
     FAILURE,
@@ -137,7 +135,7 @@ def read_status(run_folder: Path) -> SearchStatus:
     """
     config = _config(run_folder)
     workers = _read_signs(run_folder, config)
-    study = _read_study(run_folder, config)
+    study = _read_study(run_folder)
     trials = [] if study is None else study
     scored = ranked(trials)
     baselines = [trial for trial in scored if not is_searched(trial)]
@@ -172,7 +170,7 @@ def _config(run_folder: Path) -> Mapping[str, Any]:
         value = json.loads(path.read_bytes())
         job = value["job"]
     except FileNotFoundError:
-        if any((run_folder / name).exists() for name in (JOURNAL_NAME, "log.txt", "slurm")):
+        if any((run_folder / name).exists() for name in (JOURNAL_NAME, WHERE_NAME, "log.txt", "slurm")):
             return {}
         raise InputError(f"path: {expected}, which holds neither config.json nor {JOURNAL_NAME}") from None
     except (ValueError, KeyError, TypeError) as error:
@@ -182,9 +180,9 @@ def _config(run_folder: Path) -> Mapping[str, Any]:
     return dict(value)
 
 
-def _read_study(run_folder: Path, config: Mapping[str, Any]) -> list[FrozenTrial] | None:
+def _read_study(run_folder: Path) -> list[FrozenTrial] | None:
     """The trials of the run's study; None where there is none yet."""
-    opened = _storage(run_folder, config)
+    opened = open_for_reading(run_folder)
     if opened is None:
         return None
     storage, study_name = opened
@@ -193,25 +191,6 @@ def _read_study(run_folder: Path, config: Mapping[str, Any]) -> list[FrozenTrial
     except KeyError:  # made, and nothing written yet
         return None
     return list(storage.get_all_trials(study, deepcopy=False))
-
-
-def _storage(run_folder: Path, config: Mapping[str, Any]) -> tuple[BaseStorage, str] | None:
-    """The storage that the run's configuration names, opened to read, and the study's name in it; None where it is not
-    there yet. Every storage that a search can have has its place here.
-    """
-    name = config.get("storage", {}).get("name", "journal")
-    if name != "journal":
-        raise InputError(f"path: expected a run whose study is in a journal, got storage={name}")
-    path = run_folder / JOURNAL_NAME
-    try:
-        return JournalStorage(Journal(path, read_only=True)), STUDY_NAME
-    except FileNotFoundError:
-        return None
-    except (KeyError, ValueError, TypeError, AttributeError, AssertionError) as error:
-        raise InputError(
-            f"{path} cannot be replayed by the optuna that is installed here ({error!r}); look at it with the versions "
-            f"in {run_folder / 'versions.json'}"
-        ) from error
 
 
 def _read_signs(run_folder: Path, config: Mapping[str, Any]) -> list[WorkerSign]:

@@ -6,12 +6,14 @@ how a connection that is lost is waited for, and under which name the study of a
 
 import abc
 import contextlib
+import functools
 import hashlib
 import json
 import logging
 import os
 import time
 import uuid
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -19,8 +21,9 @@ from pathlib import Path
 from typing import Any
 
 import optuna
-from optuna.exceptions import StorageInternalError, UpdateFinishedTrialError
-from optuna.storages import BaseStorage, JournalStorage
+import sqlalchemy
+from optuna.exceptions import ExperimentalWarning, StorageInternalError, UpdateFinishedTrialError
+from optuna.storages import BaseStorage, JournalStorage, RDBStorage
 
 from ropesearch.errors import InputError
 from ropesearch.files import write_json
@@ -46,13 +49,14 @@ _Block = Callable[[], AbstractContextManager[None]]
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Store:
     """An open storage: the name of the run's study in it, `exclusive`, a lock that one worker of the study holds at a
-    time, and `together`, a block whose writes arrive as one where the storage can do that.
+    time, `together`, a block whose writes arrive as one where the storage can do that, and `close`, for the end.
     """
 
     storage: BaseStorage
     study_name: str
     exclusive: _Block
     together: _Block
+    close: Callable[[], None] = lambda: None
 
 
 def open_store(run_folder: Path, config: StorageConfig) -> Store:
@@ -69,15 +73,8 @@ def open_store(run_folder: Path, config: StorageConfig) -> Store:
                 "storage=journal was asked; give that storage, or another run folder"
             )
         journal = Journal(run_folder / JOURNAL_NAME)
-        try:
-            storage = JournalStorage(journal)
-        except (KeyError, ValueError, TypeError, AttributeError, AssertionError) as error:
-            raise InputError(
-                f"{run_folder / JOURNAL_NAME} cannot be replayed by the optuna that is installed here ({error!r}); go "
-                f"on with the versions in {run_folder / 'versions.json'}, or start the search in another run folder"
-            ) from error
         return Store(
-            storage=storage,
+            storage=_replayed(journal, run_folder),
             study_name=STUDY_NAME,
             exclusive=lambda: exclusive(run_folder),
             together=journal.together,
@@ -89,9 +86,13 @@ def open_store(run_folder: Path, config: StorageConfig) -> Store:
         )
     study_name, is_there = _study_name(run_folder, config)
     if isinstance(config, PostgresqlConfig):
-        storage, lock = _open_postgresql(config.url, study_name)
+        engine = _engine_of(config.url)
+        rdb = open_postgresql(config.url)
+        storage, lock = optuna.storages.get_storage(rdb), lambda: _locked(engine, study_name)
+        close = functools.partial(_close, rdb)
     elif isinstance(config, GrpcConfig):
         storage, lock = _open_grpc(config), lambda: exclusive(run_folder)
+        close = storage.close
     else:
         raise InputError(f"storage: expected a known one, got {type(config).__name__}")
     patient = Patient(storage)
@@ -103,14 +104,39 @@ def open_store(run_folder: Path, config: StorageConfig) -> Store:
                 f"{run_folder / WHERE_NAME} names the study {study_name}, which is not in the storage that was asked; "
                 f"give the one that it was begun in ({_shown_place(run_folder)}), or another run folder"
             ) from error
-    return Store(storage=patient, study_name=study_name, exclusive=lock, together=contextlib.nullcontext)
+    return Store(storage=patient, study_name=study_name, exclusive=lock, together=contextlib.nullcontext, close=close)
 
 
-def configured(value: dict[str, Any]) -> StorageConfig:
-    """The storage that a job's resolved configuration names, as config.json of a run folder holds it."""
-    kinds: dict[str, type[StorageConfig]] = {"postgresql": PostgresqlConfig, "grpc": GrpcConfig}
-    fields = {key: value[key] for key in value if key != "name"}
-    return kinds.get(value.get("name", ""), JournalConfig)(**fields)
+def open_for_reading(run_folder: Path) -> tuple[BaseStorage, str] | None:
+    """The storage of the study in `run_folder`, and the study's name in it; None where there is none yet. Nothing is
+    written.
+
+    Raises InputError as `open_store` does.
+    """
+    optuna.logging.set_verbosity(optuna.logging.WARNING)
+    if (run_folder / WHERE_NAME).exists():
+        study_name, place = _named(run_folder)
+        if place["name"] == "postgresql":
+            with _postgresql_errors(place["url"]):
+                options = {**_engine_options(), "poolclass": sqlalchemy.pool.NullPool}
+                storage = RDBStorage(place["url"], engine_kwargs=options, skip_table_creation=True)
+            return storage, study_name
+        return _open_grpc(GrpcConfig(host=place["host"], port=place["port"])), study_name
+    path = run_folder / JOURNAL_NAME
+    try:
+        return _replayed(Journal(path, read_only=True), run_folder), STUDY_NAME
+    except FileNotFoundError:
+        return None
+
+
+def _replayed(journal: Journal, run_folder: Path) -> JournalStorage:
+    try:
+        return JournalStorage(journal)
+    except (KeyError, ValueError, TypeError, AttributeError, AssertionError) as error:
+        raise InputError(
+            f"{run_folder / JOURNAL_NAME} cannot be replayed by the optuna that is installed here ({error!r}); go on "
+            f"with the versions in {run_folder / 'versions.json'}, or start the search in another run folder"
+        ) from error
 
 
 def _place(config: StorageConfig) -> dict[str, Any]:
@@ -141,16 +167,8 @@ def _study_name(run_folder: Path, config: StorageConfig) -> tuple[str, bool]:
                 os.link(own, path)
         finally:
             own.unlink()
-    try:
-        found = json.loads(path.read_bytes())
-        name, there = found["study_name"], found["storage"]
-        kind = there["name"]
-    except (ValueError, KeyError, TypeError) as error:
-        raise InputError(
-            f"{path}: expected the name of the run's study and where it is, got something else ({error!r}); restore "
-            "it from a copy, or use another run folder"
-        ) from error
-    if kind != place["name"]:
+    name, there = _named(run_folder)
+    if there["name"] != place["name"]:
         raise InputError(
             f"{run_folder} holds a search whose study is kept elsewhere ({_shown_place(run_folder)}), and "
             f"storage={place['name']} was asked; give that storage, or another run folder"
@@ -158,13 +176,25 @@ def _study_name(run_folder: Path, config: StorageConfig) -> tuple[str, bool]:
     return name, there != place
 
 
-def _open_postgresql(url: str, study_name: str) -> tuple[BaseStorage, _Block]:
+def _named(run_folder: Path) -> tuple[str, dict[str, Any]]:
+    """The name of the run folder's study, and where it is, as the folder's file says."""
+    path = run_folder / WHERE_NAME
     try:
-        import psycopg  # noqa: F401
-        import sqlalchemy
-    except ModuleNotFoundError as error:
-        raise InputError(f"storage=postgresql needs psycopg: pip install 'ropesearch[postgresql]' ({error})") from error
-    options = {
+        found = json.loads(path.read_bytes())
+        name, place = str(found["study_name"]), found["storage"]
+        keys = {"postgresql": {"name", "url"}, "grpc": {"name", "host", "port"}}[place["name"]]
+        if place.keys() != keys:
+            raise ValueError(f"expected {sorted(keys)}, got {sorted(place)}")
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise InputError(
+            f"{path}: expected the name of the run's study and where it is, got something else ({error!r}); restore "
+            "it from a copy, or use another run folder"
+        ) from error
+    return name, place
+
+
+def _engine_options() -> dict[str, Any]:
+    return {
         "pool_pre_ping": True,
         "connect_args": {
             "connect_timeout": _CONNECT_SECONDS,
@@ -175,46 +205,72 @@ def _open_postgresql(url: str, study_name: str) -> tuple[BaseStorage, _Block]:
             "keepalives_count": 3,
         },
     }
-    engine = sqlalchemy.create_engine(url, poolclass=sqlalchemy.pool.NullPool, connect_args=options["connect_args"])
 
-    @contextlib.contextmanager
-    def locked(name: str) -> Iterator[None]:
-        """Hold an advisory lock to the end of a transaction, which the server ends where the client falls silent."""
-        key = int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], signed=True)
 
-        def begun() -> Any:
-            connection = engine.connect()
-            connection.execute(sqlalchemy.text(f"SET LOCAL idle_in_transaction_session_timeout = '{_LOCK_SECONDS}s'"))
-            connection.execute(sqlalchemy.text("SELECT pg_advisory_xact_lock(:key)"), {"key": key})
-            return connection
-
-        connection = patiently(begun)
-        try:
-            yield
-        finally:
-            with contextlib.suppress(sqlalchemy.exc.SQLAlchemyError):  # a lost connection has freed it
-                connection.close()
-
+@contextlib.contextmanager
+def _postgresql_errors(url: str) -> Iterator[None]:
+    """Within the block, what a server or a missing library raises is an InputError."""
     try:
-        with locked(_TABLES_LOCK):  # two workers at once would make the tables twice
-            rdb = optuna.storages.RDBStorage(url, engine_kwargs=options)
+        yield
+    except ImportError as error:
+        raise InputError(f"storage=postgresql needs psycopg: pip install 'ropesearch[postgresql]' ({error})") from error
     except (sqlalchemy.exc.SQLAlchemyError, StorageInternalError) as error:
         raise InputError(
             f"storage.url: expected a PostgreSQL server that lets this user make tables, got {_reason(error)} from "
             f"{url}; check the server, the password (PGPASSWORD or ~/.pgpass) and the rights"
         ) from error
-    return optuna.storages.get_storage(rdb), lambda: locked(study_name)
+
+
+def open_postgresql(url: str) -> RDBStorage:
+    """The server's storage, its tables made where they are not there yet. Raises InputError when that cannot be."""
+    with _postgresql_errors(url):
+        _engine_of(url).connect().close()  # a server that is not there is said at once, not waited for
+        with _locked(_engine_of(url), _TABLES_LOCK):  # two workers at once would make the tables twice
+            return RDBStorage(url, engine_kwargs=_engine_options())
+
+
+def _close(rdb: RDBStorage) -> None:
+    rdb.remove_session()
+    rdb.engine.dispose()
+
+
+def _engine_of(url: str) -> Any:
+    """Connections for locks, each closed after use."""
+    return sqlalchemy.create_engine(
+        url, poolclass=sqlalchemy.pool.NullPool, connect_args=_engine_options()["connect_args"]
+    )
+
+
+@contextlib.contextmanager
+def _locked(engine: Any, name: str) -> Iterator[None]:
+    """Hold an advisory lock to the end of a transaction, which the server ends where the client falls silent."""
+    key = int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], signed=True)
+
+    def begun() -> Any:
+        connection = engine.connect()
+        connection.execute(sqlalchemy.text(f"SET LOCAL idle_in_transaction_session_timeout = '{_LOCK_SECONDS}s'"))
+        connection.execute(sqlalchemy.text("SELECT pg_advisory_xact_lock(:key)"), {"key": key})
+        return connection
+
+    connection = patiently(begun)
+    try:
+        yield
+    finally:
+        with contextlib.suppress(sqlalchemy.exc.SQLAlchemyError):  # a lost connection has freed it
+            connection.close()
 
 
 def _open_grpc(config: GrpcConfig) -> BaseStorage:
     try:
         from optuna.storages import GrpcStorageProxy
 
-        storage = GrpcStorageProxy(host=config.host, port=config.port)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", ExperimentalWarning)
+            storage = GrpcStorageProxy(host=config.host, port=config.port)
         storage.wait_server_ready(timeout=_CONNECT_SECONDS)
     except ImportError as error:
         raise InputError(f"storage=grpc needs grpcio: pip install 'ropesearch[grpc]' ({error})") from error
-    except TimeoutError as error:
+    except ConnectionError as error:
         raise InputError(
             f"storage.host: expected a gRPC proxy at {config.host}:{config.port}, got no answer in {_CONNECT_SECONDS} "
             "seconds; start it with python -m ropesearch.search.proxy"
@@ -264,12 +320,12 @@ def patiently(
 def is_connection_loss(error: BaseException | None) -> bool:
     """Whether an error of a storage, or what it was raised from, is a connection that broke or was refused."""
     while error is not None:
-        module, name = type(error).__module__.partition(".")[0], type(error).__name__
-        if module == "sqlalchemy" and (
+        name, libraries = type(error).__name__, {base.__module__.partition(".")[0] for base in type(error).__mro__}
+        if "sqlalchemy" in libraries and (
             name in ("OperationalError", "InterfaceError") or getattr(error, "connection_invalidated", False)
         ):
             return True
-        if module == "grpc" and str(getattr(error, "code", lambda: "")()) in (
+        if "grpc" in libraries and str(getattr(error, "code", lambda: "")()) in (
             "StatusCode.UNAVAILABLE",
             "StatusCode.UNKNOWN",  # what the proxy answers where its own database is away
         ):
