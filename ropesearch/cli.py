@@ -3,6 +3,7 @@
 import contextlib
 import difflib
 import errno
+import importlib
 import json
 import os
 import re
@@ -98,9 +99,8 @@ def _run(words: list[str]) -> int:
     config.expect_given(job_name, job_config)
     job_config.check()
 
-    from ropesearch import pipeline
-
-    outcome = getattr(pipeline, job_name)(job_config)
+    job = getattr(importlib.import_module(config.JOBS[job_name].module), job_name)
+    outcome = job(job_config)
     _print(json.dumps(outcome.to_json(), indent=2, allow_nan=False) if "--json" in flags else outcome.to_text())
     return int(outcome.exit_code)
 

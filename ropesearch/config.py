@@ -29,8 +29,8 @@ from ropesearch.search.config import (
     RacingConfig,
     SelectionConfig,
     SpaceConfig,
-    StorageConfig,
 )
+from ropesearch.search.sharing_config import STORAGES, JournalConfig, StorageConfig, WorkerConfig
 from ropesearch.settings import group, setting
 
 
@@ -64,7 +64,8 @@ class SearchJob(JobConfig):
     racing: RacingConfig = group(RacingConfig)
     selection: SelectionConfig = group(SelectionConfig)
     budget: BudgetConfig = group(BudgetConfig)
-    storage: StorageConfig = group(StorageConfig)
+    storage: StorageConfig = group(JournalConfig, STORAGES)
+    worker: WorkerConfig = group(WorkerConfig)
 
     def __post_init__(self) -> None:
         _check_seed(self.seed)
@@ -81,6 +82,8 @@ class SearchJob(JobConfig):
             )
         self.selection.check()
         self.budget.check()
+        self.storage.check()
+        self.worker.check()
         self.corpus.check()
         table_files(self.tables)
 
@@ -123,15 +126,24 @@ class VerifyJob(JobConfig):
             raise InputError(f"max_logits_tokens: expected at least 1 token, got {self.max_logits_tokens}")
 
 
+@dataclasses.dataclass(kw_only=True)
+class StatusJob(JobConfig):
+    """Look at a search from any machine that sees its run folder: trials, best score, workers, time left."""
+
+    path: str = setting("", "run folder of the search")
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class Job:
-    """A job of the command line: its schema, the key that a bare path stands for, and the keys that must be given."""
+    """A job of the command line: its schema, the key that a bare path stands for, the keys that must be given, and the
+    module with the function of its name."""
 
     schema: type[JobConfig]
     main_key: str
     path_meaning: str
     summary: str
     required: tuple[str, ...]
+    module: str = "ropesearch.pipeline"
 
 
 JOBS = {
@@ -155,6 +167,14 @@ JOBS = {
         path_meaning="FOLDER",
         summary="prove that a folder is what its rope_config.json says",
         required=("path",),
+    ),
+    "status": Job(
+        schema=StatusJob,
+        main_key="path",
+        path_meaning="RUN",
+        summary="how far a search is, from any machine that sees its run folder",
+        required=("path",),
+        module="ropesearch.status",
     ),
 }
 

@@ -1,5 +1,6 @@
 """The jobs, read from top to bottom: what `ropesearch search`, `evaluate` and `verify` do."""
 
+import contextlib
 import dataclasses
 import functools
 import logging
@@ -49,6 +50,7 @@ from ropesearch.search.baselines import RESERVED_NAMES, baseline_regimes, seed_r
 from ropesearch.search.budget import Budget
 from ropesearch.search.optimizers import make_sampler
 from ropesearch.search.ownership import exclusive
+from ropesearch.search.presence import working
 from ropesearch.search.racing import Racing, race_rule
 from ropesearch.search.run import SearchResult, run_search
 from ropesearch.search.space import SEARCHED
@@ -103,8 +105,10 @@ def search(job: SearchJob) -> SearchOutcome:
     origin.expect_same(small_states)
     binding = origin.binding
 
-    run = RunFolder.of("search", job.run, plain(job), without=("run", "budget", "cache", "weights"))
-    with run.logged(), ProgressDisplay() as display:
+    run = RunFolder.of("search", job.run, plain(job), without=("run", "budget", "cache", "weights", "worker"))
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(run.logged())
+        display = stack.enter_context(ProgressDisplay())
         for note in [*notes, *table_notes]:
             _log.warning("%s", note)
             display.say(f"note: {note}")
@@ -143,8 +147,10 @@ def search(job: SearchJob) -> SearchOutcome:
         if run.is_new:
             scorer.prove([*windows.values(), *needles.values()])
         # Another search in this folder keeps its description.
-        open_study(run.path, fingerprints, sampler, objective.num_values)
+        opened = open_study(run.path, fingerprints, sampler, objective.num_values, job.storage)
+        stack.callback(opened.store.close)
         run.describe(plain(job))
+        presence = stack.enter_context(working(run.path, job.worker.lease_seconds, str(job.model.device)))
 
         def on_event(event: SearchEvent) -> None:
             display.show(f"{event.split} windows", event.spent_fraction, _best_so_far(event))
@@ -161,7 +167,7 @@ def search(job: SearchJob) -> SearchOutcome:
                 rule=rule,
             )
         result = run_search(
-            run.path,
+            opened,
             sampler,
             lambda regime, split: scorer.score(regime, windows[split], job.objective, objective.spans),
             differentiate=lambda regime, window, guard_weight: scorer.differentiate(
@@ -170,10 +176,11 @@ def search(job: SearchJob) -> SearchOutcome:
             baselines=baselines,
             cost_tokens=cost_tokens,
             step_cost_tokens=step_cost_tokens,
-            fingerprints=fingerprints,
             budget=job.budget,
             racing=racing,
             selection=job.selection,
+            presence=presence,
+            grace_seconds=job.worker.grace_seconds,
             objective=objective,
             guard_reference=None
             if short_regime is None

@@ -1,4 +1,5 @@
-"""Stopping a command by a signal: the first one unwinds it, the next one ends the process at once.
+"""Stopping a command by a signal: the first one unwinds it, or lets it finish what is nearly done; the next one ends
+the process at once.
 
 Everything that a job writes may be cut short at any moment, so ending at once is safe; unwinding only tidies up and
 lets a library finish what it is in.
@@ -9,11 +10,13 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import NoReturn
 
-# A terminal's Ctrl-C; what schedulers send before they stop a job; a terminal or connection that went away.
-_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+# A terminal's Ctrl-C; what schedulers send before they stop a job (Slurm's preemption TERM, its time limit what
+# --signal names, here USR2); a terminal or connection that went away.
+_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR2, signal.SIGHUP)
+_OF_SCHEDULERS = (signal.SIGTERM, signal.SIGUSR2)
 
 INTERRUPTED = 130
 STOPPED = 75
@@ -21,6 +24,30 @@ STOPPED = 75
 
 class Stopped(KeyboardInterrupt):
     """A signal came; raised where the main thread was. No Exception, so that nothing takes it for a failure."""
+
+    def __init__(self, signal_name: str) -> None:
+        super().__init__(signal_name)
+        self.signal_name = signal_name
+
+
+_is_nearly_done: Callable[[], bool] | None = None
+_postponed: str | None = None
+
+
+@contextlib.contextmanager
+def finishing(is_nearly_done: Callable[[], bool]) -> Iterator[None]:
+    """Let the block go to its end where a scheduler's first signal comes in it and `is_nearly_done()` then; Stopped is
+    raised behind it. Otherwise, and for Ctrl-C, it is raised at once, as everywhere.
+    """
+    global _is_nearly_done, _postponed
+    _is_nearly_done = is_nearly_done
+    try:
+        yield
+    finally:
+        _is_nearly_done = None
+        postponed, _postponed = _postponed, None
+    if postponed is not None:
+        raise Stopped(postponed)
 
 
 class Stopping:
@@ -44,14 +71,16 @@ class Stopping:
 
     @contextlib.contextmanager
     def listening(self, *, until_the_end: bool) -> Iterator[None]:
-        """Heed signals within the block, or to the end of the process; those that are ignored stay so (nohup).
+        """Heed signals within the block, or to the end of the process.
 
         Python lets only the main thread heed signals: elsewhere this does nothing.
         """
         before = {}
         if threading.current_thread() is threading.main_thread():
             for number in _SIGNALS:
-                if signal.getsignal(number) is not signal.SIG_IGN:
+                # One that is ignored stays so (nohup), and USR2 is left to who heeds it already.
+                heeded = number is signal.SIGUSR2 and signal.getsignal(number) is not signal.SIG_DFL
+                if signal.getsignal(number) is not signal.SIG_IGN and not heeded:
                     before[number] = signal.signal(number, self._heed)
         try:
             yield
@@ -82,11 +111,15 @@ class Stopping:
         os._exit(self.exit_code)
 
     def _heed(self, number: int, frame: object) -> None:
+        global _postponed
         first = self._signal is None
         if first:
             self._signal = signal.Signals(number)
         if first and not self._over:
-            raise Stopped
+            if number in _OF_SCHEDULERS and _is_nearly_done is not None and _is_nearly_done():
+                _postponed = signal.Signals(number).name
+                return
+            raise Stopped(signal.Signals(number).name)
         if not self._over:
             self.say()
         os._exit(self.exit_code)

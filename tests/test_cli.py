@@ -59,10 +59,11 @@ def replaced_jobs(monkeypatch: pytest.MonkeyPatch, outcome: Outcome | BaseExcept
 
 
 def replace_pipeline(monkeypatch: pytest.MonkeyPatch, **jobs: Any) -> None:
-    """A pipeline of other jobs, without the libraries that the real one imports."""
+    """Other jobs, without the libraries that the real ones import."""
     stub = types.SimpleNamespace(**jobs)
-    monkeypatch.setitem(sys.modules, "ropesearch.pipeline", stub)
-    monkeypatch.setattr(ropesearch, "pipeline", stub, raising=False)
+    for module in {job.module for job in config.JOBS.values()}:
+        monkeypatch.setitem(sys.modules, module, stub)
+        monkeypatch.setattr(ropesearch, module.partition(".")[2], stub, raising=False)
 
 
 def in_a_process(code: str, *words: str, **environment: str) -> subprocess.CompletedProcess[str]:
@@ -109,7 +110,7 @@ def test_version(capsys: Captured) -> None:
     ("words", "message"),
     [
         (["serch"], "serch: no such job; did you mean search?"),
-        (["zzz"], "zzz: no such job; expected one of search, evaluate, verify"),
+        (["zzz"], "zzz: no such job; expected one of search, evaluate, verify, status"),
         (["verify", "--jsn"], "--jsn: no such option; did you mean --json? (settings are key=value)"),
         (["-x", "verify"], "-x: no such option; expected --help, --version or --json (settings are key=value)"),
         (["verify", "a", "b"], "expected one path, got 2: a, b; settings are key=value"),
@@ -234,6 +235,7 @@ def test_internal_errors_within_a_run_are_in_its_log(
         (["search", "m", "target_length=9"], "corpus.path"),
         (["evaluate", "corpus.path=c"], "path"),
         (["verify"], "path"),
+        (["status"], "path"),
     ],
 )
 def test_missing_values_are_named(words: list[str], missing: str, asked: list[Any], capsys: Captured) -> None:

@@ -96,14 +96,19 @@ ALL_KEYS = {
         "budget.forward_equivalent_tokens",
         "budget.minutes",
         "budget.patience_trials",
-        "storage.name",
+        "storage.url",  # postgresql
+        "storage.host",  # grpc
+        "storage.port",
+        "worker.lease_seconds",
+        "worker.grace_seconds",
     ],
     "evaluate": ["path", "run", "seed", "lengths", "device", "cache", *CORPUS_KEYS, *OBJECTIVE_KEYS],
     "verify": ["path", "levels", "max_logits_tokens"],
+    "status": ["path"],
 }
 EACH_KEY = [(job_name, key) for job_name in JOBS for key in keys_of(JOBS[job_name].schema)]
 each_key = pytest.mark.parametrize(("job_name", "key"), EACH_KEY, ids=lambda value: getattr(value, "name", value))
-DEFAULTS = {"optimizer=gradient"}
+DEFAULTS = {"optimizer=gradient", "storage=journal"}
 
 # What shells, YAML, Hydra and OmegaConf make something of, and a user may have in the name of a folder.
 ODD_TEXTS = [
@@ -415,7 +420,7 @@ def test_each_optimizer_has_its_own_keys(name: str) -> None:
     assert plain(job)["optimizer"] == {"name": name, **plain(job.optimizer)}
     own = {field.name for field in dataclasses.fields(OPTIMIZERS[name])}
     for key in keys_of(JOBS["search"].schema):
-        if key.preset and key.name.partition(".")[2] not in own:
+        if (key.preset or "").startswith("optimizer=") and key.name.partition(".")[2] not in own:
             with pytest.raises(InputError, match=rf"^{key.name}: a key of .*{key.preset}.*, got optimizer={name};"):
                 compose("search", None, [f"{key.name}=3", f"optimizer={name}"])
 
@@ -427,7 +432,7 @@ def test_presets_are_the_files_of_conf() -> None:
         "space": ["longrope", "longrope2", "piecewise"],
         "optimizer": ["auto", "blockwise", "cmaes", "evolution", "gradient", "random", "tpe"],
         "objective": ["guarded", "last_tokens", "needle", "perplexity", "two_objectives"],
-        "storage": ["journal"],
+        "storage": ["grpc", "journal", "postgresql"],
     }
 
 
@@ -436,7 +441,7 @@ def test_every_file_of_conf_extends_a_schema_and_belongs_to_a_job(file: Path) ->
     defaults = yaml.safe_load(file.read_text())["defaults"]
     group = file.parent.name if file.parent != conf_folder() else None
     schema = {"auto": "gradient"}.get(file.stem, file.stem)
-    assert defaults[0] == ("schema" if group and group != "optimizer" else f"schema_{schema}")
+    assert defaults[0] == ("schema" if group and group not in ("optimizer", "storage") else f"schema_{schema}")
     assert file.stem in JOBS if group is None else any(group in groups_of(job.schema) for job in JOBS.values())
     for job_name, job in JOBS.items():
         if group in groups_of(job.schema):

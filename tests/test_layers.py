@@ -11,13 +11,13 @@ import pytest
 PACKAGE = Path(__file__).parent.parent / "ropesearch"
 FLOORS = [
     {"errors"},
-    {"files", "seeding", "settings"},
+    {"files", "seeding", "settings", "stopping"},
     {"rope", "run_folder"},
     {"model", "data"},
     {"score", "artifact"},
     {"search", "train", "evaluate", "track"},
     {"config", "report", "scoring"},
-    {"pipeline", "demo"},
+    {"pipeline", "status", "demo"},
     {"cli"},
 ]
 FLOOR_OF = {name: floor for floor, names in enumerate(FLOORS) for name in names}

@@ -53,7 +53,7 @@ class Budget:
             return "num_trials"
         if config.forward_equivalent_tokens is not None:
             spent = sum(self._whole_cost(trial) for trial in trials)
-            if spent + self._cost_of(self._sampler.plan(trials, len(trials))) > config.forward_equivalent_tokens:
+            if spent + self.cost_of(self._sampler.plan(trials, len(trials))) > config.forward_equivalent_tokens:
                 return "forward_equivalent_tokens"
         if config.minutes is not None and spent_seconds(trials) >= 60 * config.minutes:
             return "minutes"
@@ -72,9 +72,10 @@ class Budget:
     def _whole_cost(self, trial: FrozenTrial) -> int:
         """What a trial has cost when it is finished."""
         spent: int = trial.user_attrs.get(COST, 0)
-        return spent if trial.state.is_finished() else max(spent, self._cost_of(trial.user_attrs.get(PLAN)))
+        return spent if trial.state.is_finished() else max(spent, self.cost_of(trial.user_attrs.get(PLAN)))
 
-    def _cost_of(self, plan: Mapping[str, Any] | None) -> int:
+    def cost_of(self, plan: Mapping[str, Any] | None) -> int:
+        """Forward-equivalent tokens of a trial with that plan, or without one."""
         num_steps: int = 0 if plan is None else plan[NUM_STEPS]
         return self._cost_tokens + num_steps * self._step_cost_tokens
 

@@ -318,18 +318,3 @@ class RacingConfig:
         "a candidate is stopped when it is clearly worse than: finalists = the last finalist so far (of "
         "optimizer=gradient: likely worse than the best); none = never",
     )
-
-
-class StorageName(Enum):
-    """Where a study can be kept."""
-
-    journal = "journal"
-
-
-@dataclass(kw_only=True)
-class StorageConfig:
-    """Where the study is kept."""
-
-    name: StorageName = setting(
-        StorageName.journal, "journal = Optuna's journal file, study.journal in the run folder (one machine)"
-    )

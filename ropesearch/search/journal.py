@@ -39,14 +39,17 @@ class Journal(BaseJournalBackend):
 
     Any number of processes of one machine may write to it. Raises InputError, also from its methods, when the file is
     not what was written: the message names the line, and how to keep the lines before it.
+
+    With `read_only` nothing is made or written, and FileNotFoundError raised where there is no file.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, *, read_only: bool = False) -> None:
         self._path = path
+        self._access = os.O_CLOEXEC | (os.O_RDONLY if read_only else os.O_RDWR)
         self._held: list[dict[str, Any]] | None = None
         self._read = _Place()
         try:
-            descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+            descriptor = os.open(path, self._access if read_only else self._access | os.O_CREAT, 0o666)
         except IsADirectoryError as error:
             raise InputError(
                 f"{path}: expected the journal of a search, got a folder; use another run folder"
@@ -55,6 +58,8 @@ class Journal(BaseJournalBackend):
             self._identity = os.fstat(descriptor)
         finally:
             os.close(descriptor)
+        if read_only:
+            return
         if self._identity.st_size == 0:
             sync(path.parent)
         if self._identity.st_nlink > 1:
@@ -118,7 +123,7 @@ class Journal(BaseJournalBackend):
         It must be the file that was opened first: nothing is written to another one at its path.
         """
         try:
-            descriptor = os.open(self._path, os.O_RDWR | os.O_CLOEXEC)
+            descriptor = os.open(self._path, self._access)
         except FileNotFoundError as error:
             raise InputError(f"{self._path} was removed while the search was at work; {_AGAIN}") from error
         try:

@@ -6,7 +6,7 @@ from typing import Any
 
 from ropesearch.errors import NothingScoredError, ScoringError
 from ropesearch.score.score import Score
-from ropesearch.search.ownership import claimed
+from ropesearch.search.presence import Presence
 from ropesearch.search.study import OpenStudy
 
 POLL_SECONDS = 0.2
@@ -16,7 +16,9 @@ GuardReference = Callable[[str], Score]
 _GUARD_REFERENCE = "guard_reference"
 
 
-def scored_once(opened: OpenStudy, key: str, score: Callable[[], Score]) -> Mapping[str, Any] | None:
+def scored_once(
+    opened: OpenStudy, key: str, score: Callable[[], Score], presence: Presence
+) -> Mapping[str, Any] | None:
     """What is kept in the study under `key`: {"score": ...} as JSON, or {"failure": why} after a ScoringError; None
     while another worker is at it.
 
@@ -24,26 +26,26 @@ def scored_once(opened: OpenStudy, key: str, score: Callable[[], Score]) -> Mapp
     """
     recorded: Mapping[str, Any] | None = opened.study.user_attrs.get(key)
     if recorded is None:
-        with claimed(opened.run_folder / "workers" / f"{key.replace('/', '-')}.lock") as mine:
-            if not mine:
-                return None
-            recorded = opened.study.user_attrs.get(key)  # it may have been scored just before
-            if recorded is None:
-                try:
-                    recorded = {"score": score().to_json()}
-                except ScoringError as error:
-                    recorded = {"failure": str(error)}
-                opened.study.set_user_attr(key, recorded)
+        if not opened.claim(key, presence):
+            return None
+        recorded = opened.study.user_attrs.get(key)  # it may have been scored just before
+        if recorded is None:
+            try:
+                recorded = {"score": score().to_json()}
+            except ScoringError as error:
+                recorded = {"failure": str(error)}
+            opened.study.set_user_attr(key, recorded)
+        opened.disclaim(key)
     return recorded
 
 
-def guard_score(opened: OpenStudy, split: str, reference: GuardReference) -> Score:
+def guard_score(opened: OpenStudy, split: str, reference: GuardReference, presence: Presence) -> Score:
     """The score that the guard is measured against on the windows of `split`; waited for while another worker is at it.
 
     Raises NothingScoredError when there is none.
     """
     while True:
-        recorded = scored_once(opened, f"{_GUARD_REFERENCE}/{split}", lambda: reference(split))
+        recorded = scored_once(opened, f"{_GUARD_REFERENCE}/{split}", lambda: reference(split), presence)
         if recorded is None:
             time.sleep(POLL_SECONDS)
         elif "failure" in recorded:

@@ -1,11 +1,11 @@
-"""Who is at work on a run folder: one lock file per worker, freed by the kernel when the worker dies.
+"""Locks in a run folder, freed by the kernel when their holder dies.
 
-Locks are flock(2) locks, so this holds between processes of one machine.
+They are flock(2) locks: they hold between processes of one machine, and between machines where the file system has such
+locks for all its clients (NFS; Lustre mounted with flock).
 """
 
 import fcntl
 import os
-import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -13,7 +13,7 @@ from pathlib import Path
 from ropesearch.errors import InputError
 
 _LOCK_NAME = "search.lock"
-_WORKERS = "workers"
+WORKERS = "workers"  # the folder with what workers leave of themselves
 
 
 @contextmanager
@@ -46,40 +46,17 @@ def claimed(path: Path) -> Iterator[bool]:
                 path.unlink(missing_ok=True)
 
 
-@contextmanager
-def working(run_folder: Path) -> Iterator[str]:
-    """Be a worker of the run folder within this block; yields the worker's id, which no other has."""
-    while True:
-        worker = uuid.uuid4().hex
-        with claimed(_lock_path(run_folder, worker)) as held:
-            if held:  # else it was taken for a dead worker's before it was locked
-                yield worker
-                return
-
-
-def is_alive(run_folder: Path, worker: str) -> bool:
-    """Whether the process of that worker still runs and is still at work."""
-    with suppress(FileNotFoundError), _open(_lock_path(run_folder, worker), create=False) as descriptor:
+def is_held(path: Path) -> bool:
+    """Whether a process of this machine holds the lock file `path`."""
+    with suppress(FileNotFoundError), _open(path, create=False) as descriptor:
         return not _try_lock(descriptor)
     return False
-
-
-def remove_dead(run_folder: Path) -> None:
-    """Remove the lock files that killed workers have left."""
-    for path in (run_folder / _WORKERS).glob("*.lock"):
-        with suppress(FileNotFoundError), _open(path, create=False) as descriptor:
-            if _try_lock(descriptor):
-                path.unlink()
-
-
-def _lock_path(run_folder: Path, worker: str) -> Path:
-    return run_folder / _WORKERS / f"{worker}.lock"
 
 
 @contextmanager
 def _open(path: Path, create: bool = True) -> Iterator[int]:
     try:
-        if create and path.parent.name == _WORKERS:
+        if create and path.parent.name == WORKERS:
             path.parent.mkdir(exist_ok=True)
         descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC | (os.O_CREAT if create else 0), 0o666)
     except FileNotFoundError as error:

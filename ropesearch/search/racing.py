@@ -28,7 +28,6 @@ from ropesearch.rope.regime import Regime
 from ropesearch.score.objective import Objective
 from ropesearch.score.score import Score
 from ropesearch.search.config import RacingConfig, RacingMark, SelectionConfig
-from ropesearch.search.journal import Journal
 from ropesearch.search.sampler import CandidateSampler
 from ropesearch.search.trials import (
     COST,
@@ -97,9 +96,12 @@ class Racing:
         marks = [trial for trial in ranked(trials) if is_searched(trial)][self.rule.rank - 1 : self.rule.rank]
         return marks[0] if marks and violation(marks[0]) == 0 else None
 
-    def run(self, trial: Trial, regime: Regime, mark: FrozenTrial, journal: Journal) -> dict[str, Any]:
-        """Score the windows that are left of a trial one by one, each kept in it at once; returns the attributes that
-        say how that ended: the whole score, after how many windows the trial was stopped, or why it failed.
+    def run(
+        self, trial: Trial, regime: Regime, mark: FrozenTrial, record: Callable[[dict[str, Any]], None]
+    ) -> dict[str, Any]:
+        """Score the windows that are left of a trial one by one, each given to `record` at once as attributes of the
+        trial; returns those that say how it ended: the whole score, after how many windows the trial was stopped, or
+        why it failed.
         """
         values = self.objective.window_values(Score.from_json(mark.user_attrs[SCORE]))
         scores = recorded_windows(trial)
@@ -121,9 +123,7 @@ class Racing:
             outcome = {SECONDS: seconds, COST: (len(scores) + 1) * self.window_cost_tokens, **outcome}
             if FAILURE in outcome:
                 return outcome
-            with journal.together():
-                for key, value in outcome.items():
-                    trial.set_user_attr(key, value)
+            record(outcome)
             scores.append(score)
         return {COST: len(scores) * self.window_cost_tokens, SCORE: Score.joined(scores).to_json()}
 

@@ -2,8 +2,6 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
 
 from optuna.trial import TrialState
 
@@ -15,12 +13,12 @@ from ropesearch.search.budget import Budget, spent_seconds, spent_tokens
 from ropesearch.search.config import BudgetConfig, SelectionConfig
 from ropesearch.search.front import Point, points
 from ropesearch.search.once import GuardReference
-from ropesearch.search.ownership import working
+from ropesearch.search.presence import Presence
 from ropesearch.search.racing import Racing
 from ropesearch.search.sampler import CandidateSampler
 from ropesearch.search.selection import Finalist, choose_finalists, score_finalists
 from ropesearch.search.space import SEARCHED
-from ropesearch.search.study import open_study
+from ropesearch.search.study import OpenStudy
 from ropesearch.search.trials import (
     COST,
     FAILURE,
@@ -75,7 +73,7 @@ class SearchResult:
 
 
 def run_search(
-    run_folder: Path,
+    opened: OpenStudy,
     sampler: CandidateSampler,
     evaluate: Evaluate,
     *,
@@ -84,14 +82,18 @@ def run_search(
     baselines: Sequence[Regime],
     cost_tokens: int,
     step_cost_tokens: int = 0,
-    fingerprints: Mapping[str, Any],
     budget: BudgetConfig,
     selection: SelectionConfig,
+    presence: Presence,
+    grace_seconds: float = 0.0,
     objective: Objective = _NATS_PER_TOKEN,
     guard_reference: GuardReference | None = None,
     on_event: Callable[[SearchEvent], None] = lambda event: None,
 ) -> SearchResult:
-    """Work on the search in `run_folder` until it is finished; begin it, join it, or go on with it as needed.
+    """Work on the search of an open study until it is finished, as the worker that `presence` is; begin it, join it,
+    or go on with it as needed.
+
+    A trial that takes less than `grace_seconds` more is finished when a scheduler's signal comes.
 
     With `racing`, candidates are scored window by window, and stopped when they are hopeless (see racing.py); baselines
     and candidates that took gradient steps are not.
@@ -103,41 +105,40 @@ def run_search(
     its derivatives, for samplers that ask for them, and raises ScoringError likewise; it costs `step_cost_tokens`. A
     guard of the objective is a constraint of the trial, measured against trial 0, the unscaled model, or against what
     `guard_reference(split)` scores (or raises ScoringError for): once for each split, kept in the study, in no budget.
-    For `fingerprints` see `open_study`. A finished search is only read.
+    A finished search is only read.
 
     Raises:
-        InputError: the folder holds another search or a damaged one, or a limit is out of range.
+        InputError: a limit is out of range, or the study is damaged.
         NothingScoredError: no trial, or none of the finalists, could be scored, or with a guard not what it is
             measured against.
     """
     space = sampler.space
     selection.check()
     limits = Budget(budget, sampler, cost_tokens, len(baselines), step_cost_tokens)
-    opened = open_study(run_folder, fingerprints, sampler, objective.num_values)
-    with working(run_folder) as name:
-        worker = Worker(
-            opened=opened,
-            sampler=sampler,
-            evaluate=evaluate,
-            differentiate=differentiate,
-            racing=racing,
-            cost_tokens=cost_tokens,
-            step_cost_tokens=step_cost_tokens,
-            limits=limits,
-            baselines=baselines,
-            objective=objective,
-            guard_reference=guard_reference,
-            name=name,
-            on_event=on_event,
-        )
-        worker.work()
-        trials = worker.trials()
-        scored = ranked(trials)
-        if not scored:
-            reasons = sorted({str(trial.user_attrs.get(FAILURE)) for trial in trials})
-            raise NothingScoredError(f"none of {len(trials)} trials could be scored: {'; '.join(reasons)}")
-        chosen = choose_finalists(trials, selection, space.target_length)
-        finalists = score_finalists(opened, chosen, evaluate, worker.report_finalist, objective, guard_reference)
+    worker = Worker(
+        opened=opened,
+        sampler=sampler,
+        evaluate=evaluate,
+        differentiate=differentiate,
+        racing=racing,
+        cost_tokens=cost_tokens,
+        step_cost_tokens=step_cost_tokens,
+        limits=limits,
+        baselines=baselines,
+        objective=objective,
+        guard_reference=guard_reference,
+        presence=presence,
+        grace_seconds=grace_seconds,
+        on_event=on_event,
+    )
+    worker.work()
+    trials = opened.trials()
+    scored = ranked(trials)
+    if not scored:
+        reasons = sorted({str(trial.user_attrs.get(FAILURE)) for trial in trials})
+        raise NothingScoredError(f"none of {len(trials)} trials could be scored: {'; '.join(reasons)}")
+    chosen = choose_finalists(trials, selection, space.target_length)
+    finalists = score_finalists(opened, chosen, evaluate, worker.report_finalist, objective, presence, guard_reference)
     best_candidates = [finalist.trial_number for finalist in finalists if finalist.method == SEARCHED][:1]
     shown = [trial for trial in trials if not is_searched(trial) or trial.number in best_candidates]
     scores = {trial.user_attrs[METHOD]: recorded_score(trial) for trial in shown}

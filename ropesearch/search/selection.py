@@ -12,6 +12,7 @@ from ropesearch.score.objective import Objective
 from ropesearch.score.score import Score
 from ropesearch.search.config import SelectionConfig
 from ropesearch.search.once import POLL_SECONDS, GuardReference, guard_score, no_guard_score, scored_once
+from ropesearch.search.presence import Presence
 from ropesearch.search.study import OpenStudy
 from ropesearch.search.trials import front, identity, is_searched, ranked, recorded_regime, recorded_score
 
@@ -61,6 +62,7 @@ def score_finalists(
     evaluate: Callable[[Regime, str], Score],
     on_scored: Callable[[Finalist, float], None],
     objective: Objective,
+    presence: Presence,
     guard_reference: GuardReference | None = None,
 ) -> list[Finalist]:
     """Score finalists on the selection windows, best first; those that could not be scored come last. `on_scored` gets
@@ -80,7 +82,7 @@ def score_finalists(
     while waiting:
         left = []
         for finalist in waiting:
-            scored = _scored(opened, finalist, evaluate)
+            scored = _scored(opened, finalist, evaluate, presence)
             if scored is None:
                 left.append(finalist)
                 continue
@@ -96,7 +98,7 @@ def score_finalists(
         )
     if objective.guarded_tokens is not None:
         if guard_reference is not None:
-            unscaled = guard_score(opened, SELECTION, guard_reference)
+            unscaled = guard_score(opened, SELECTION, guard_reference, presence)
         else:
             unscaled = _score_of_trial_0(done)
         done = [
@@ -108,10 +110,12 @@ def score_finalists(
     return sorted(done, key=lambda finalist: _order(finalist, objective))
 
 
-def _scored(opened: OpenStudy, finalist: Finalist, evaluate: Callable[[Regime, str], Score]) -> Finalist | None:
+def _scored(
+    opened: OpenStudy, finalist: Finalist, evaluate: Callable[[Regime, str], Score], presence: Presence
+) -> Finalist | None:
     """The finalist with its outcome, or None while another worker is at it."""
     key = f"{SELECTION}/{identity(finalist.regime)}"
-    recorded = scored_once(opened, key, lambda: evaluate(finalist.regime, SELECTION))
+    recorded = scored_once(opened, key, lambda: evaluate(finalist.regime, SELECTION), presence)
     if recorded is None:
         return None
     if "failure" in recorded:

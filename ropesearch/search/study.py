@@ -9,62 +9,89 @@ from typing import Any
 import optuna
 from optuna import Study
 from optuna.samplers import BaseSampler
-from optuna.storages import JournalStorage
+from optuna.trial import FrozenTrial
 
 from ropesearch.errors import InputError
-from ropesearch.search.journal import Journal
-from ropesearch.search.ownership import exclusive, remove_dead
+from ropesearch.search.ownership import exclusive
+from ropesearch.search.presence import Presence
+from ropesearch.search.sharing_config import JournalConfig, StorageConfig
+from ropesearch.search.storage import Store, open_store
 
-JOURNAL_NAME = "study.journal"
-STUDY_NAME = "ropesearch"
 _FINGERPRINTS = "fingerprints"
+_CLAIM = "claim"
 
 
 @dataclass(frozen=True, slots=True)
 class OpenStudy:
-    """An Optuna study and the journal that it is kept in."""
+    """An Optuna study, where it is kept, and its run folder."""
 
     study: Study
-    journal: Journal
+    store: Store
     run_folder: Path
+
+    def trials(self) -> list[FrozenTrial]:
+        """All trials of the study, by number; not to be changed."""
+        trials: list[FrozenTrial] = self.study.get_trials(deepcopy=False)
+        return trials
+
+    def claim(self, key: str, presence: Presence) -> bool:
+        """Whether this worker is the one that makes what the study will hold under `key`: the first to claim it, or
+        the first after that one has died.
+        """
+        attribute = f"{_CLAIM}/{key}"
+        with self.store.exclusive():
+            holder = self.study.user_attrs.get(attribute)
+            if holder not in (None, presence.id) and presence.is_alive(holder):
+                return False
+            self.study.set_user_attr(attribute, presence.id)
+        return True
+
+    def disclaim(self, key: str) -> None:
+        """Free what this worker has claimed."""
+        self.study.set_user_attr(f"{_CLAIM}/{key}", None)
 
 
 def open_study(
-    run_folder: Path, fingerprints: Mapping[str, Any], sampler: BaseSampler, num_objectives: int = 1
+    run_folder: Path,
+    fingerprints: Mapping[str, Any],
+    sampler: BaseSampler,
+    num_objectives: int = 1,
+    storage: StorageConfig | None = None,
 ) -> OpenStudy:
-    """Open the study of `run_folder`, or begin it.
+    """Open the study of `run_folder`, or begin it; by default it is kept in a journal there.
 
     `fingerprints` are JSON values that name all that scores and candidates depend on (weights, windows, how they are
     scored, space, optimizer, seed, ...). They are kept in the study.
 
-    Raises InputError when the folder holds a study of other fingerprints, or a journal that is damaged or another
-    program's.
+    Raises InputError when the folder holds a study of other fingerprints, or for what `open_store` does.
     """
     asked = json.loads(json.dumps(fingerprints, allow_nan=False))
     run_folder.mkdir(parents=True, exist_ok=True)
-    optuna.logging.set_verbosity(optuna.logging.WARNING)
-    path = run_folder / JOURNAL_NAME
-    with exclusive(run_folder):
-        remove_dead(run_folder)
-        journal = Journal(path)
-        try:
-            storage = JournalStorage(journal)
-        except (KeyError, ValueError, TypeError, AttributeError, AssertionError) as error:
-            raise InputError(
-                f"{path} cannot be replayed by the optuna that is installed here ({error!r}); go on with the versions "
-                f"in {run_folder / 'versions.json'}, or start the search in another run folder"
-            ) from error
-        if storage.get_all_studies():
-            study = optuna.load_study(study_name=STUDY_NAME, storage=storage, sampler=sampler)
-        else:
-            directions = ["minimize"] * num_objectives
-            study = optuna.create_study(study_name=STUDY_NAME, storage=storage, sampler=sampler, directions=directions)
-        found = study.user_attrs.get(_FINGERPRINTS)
-        if found is None:
-            study.set_user_attr(_FINGERPRINTS, asked)
-        else:
-            _compare(run_folder, found, asked)
-    return OpenStudy(study, journal, run_folder)
+    config = JournalConfig() if storage is None else storage
+    if isinstance(config, JournalConfig):
+        with exclusive(run_folder):
+            return _opened(open_store(run_folder, config), run_folder, asked, sampler, num_objectives)
+    store = open_store(run_folder, config)
+    with store.exclusive():
+        return _opened(store, run_folder, asked, sampler, num_objectives)
+
+
+def _opened(
+    store: Store, run_folder: Path, asked: Mapping[str, Any], sampler: BaseSampler, num_objectives: int
+) -> OpenStudy:
+    try:
+        study = optuna.load_study(study_name=store.study_name, storage=store.storage, sampler=sampler)
+    except KeyError:
+        directions = ["minimize"] * num_objectives
+        study = optuna.create_study(
+            study_name=store.study_name, storage=store.storage, sampler=sampler, directions=directions
+        )
+    found = study.user_attrs.get(_FINGERPRINTS)
+    if found is None:
+        study.set_user_attr(_FINGERPRINTS, asked)
+    else:
+        _compare(run_folder, found, asked)
+    return OpenStudy(study, store, run_folder)
 
 
 def _compare(run_folder: Path, found: Mapping[str, Any], asked: Mapping[str, Any]) -> None:

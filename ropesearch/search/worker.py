@@ -1,13 +1,17 @@
 """A worker: the loop that asks, scores and tells, until the study's budget is spent.
 
-Any number of workers may share a run folder on one machine, and any of them may be killed at any moment. All state is
-in the study. A trial belongs to the worker it names; when that worker is dead, another one takes the trial over as it
-stands.
+Any number of workers may share a study, and any of them may be killed at any moment. All state is in the study. A trial
+belongs to the worker it names; when that one is dead (see presence.py), another takes the trial over as it stands. Both
+what is asked and what is written happens under the study's lock, by the owner: a worker that was taken for dead and
+comes back finds that it has lost its trial, and leaves it.
 """
 
+import logging
+import math
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
 from typing import Any
 
 from optuna import Trial
@@ -19,8 +23,8 @@ from ropesearch.score.objective import Objective
 from ropesearch.score.score import Score
 from ropesearch.search.budget import Budget
 from ropesearch.search.once import GuardReference, guard_score, no_guard_score
-from ropesearch.search.ownership import exclusive, is_alive
 from ropesearch.search.parameters import candidate_of, suggest
+from ropesearch.search.presence import Presence
 from ropesearch.search.racing import Racing
 from ropesearch.search.sampler import CandidateSampler
 from ropesearch.search.selection import SELECTION, Finalist
@@ -49,13 +53,20 @@ from ropesearch.search.trials import (
     regime_json,
     step_key,
 )
+from ropesearch.stopping import finishing
 
 SEARCH = "search"
+
+_log = logging.getLogger(__name__)
 
 Evaluate = Callable[[Regime, str], Score]
 Differentiate = Callable[[Regime, int, float], Step]
 
 _POLL_SECONDS = 0.2
+
+
+class _Lost(Exception):
+    """The trial has another owner by now."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,6 +90,31 @@ class SearchEvent:
     num_stopped: int = 0
 
 
+@dataclass(slots=True)
+class _Pace:
+    """How long the trial at hand still takes, by what this worker's tokens took so far."""
+
+    done_tokens: int = 0
+    done_seconds: float = 0.0
+    left_tokens: int = 0
+    since_seconds: float = 0.0
+
+    def begin(self, left_tokens: int) -> None:
+        self.left_tokens, self.since_seconds = left_tokens, time.monotonic()
+
+    def advance(self, num_tokens: int) -> None:
+        now = time.monotonic()
+        self.done_tokens += num_tokens
+        self.done_seconds += now - self.since_seconds
+        self.left_tokens, self.since_seconds = self.left_tokens - num_tokens, now
+
+    def seconds_left(self) -> float:
+        if not self.done_tokens:
+            return math.inf
+        whole = self.left_tokens * self.done_seconds / self.done_tokens
+        return whole - (time.monotonic() - self.since_seconds)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Worker:
     opened: OpenStudy
@@ -92,24 +128,21 @@ class Worker:
     baselines: Sequence[Regime]
     objective: Objective
     guard_reference: GuardReference | None
-    name: str
+    presence: Presence
+    grace_seconds: float
     on_event: Callable[[SearchEvent], None]
-
-    def trials(self) -> list[FrozenTrial]:
-        """All trials of the study, by number; not to be changed."""
-        trials: list[FrozenTrial] = self.opened.study.get_trials(deepcopy=False)
-        return trials
+    pace: _Pace = field(default_factory=_Pace)
 
     def work(self) -> None:
         """Score trials until the budget is spent and nothing is running any more."""
         while True:
-            with exclusive(self.opened.run_folder):
-                trials = self.trials()
+            with self.opened.store.exclusive():
+                trials = self.opened.trials()
                 trial = self._adopt(trials)
                 if trial is None and self._goes_on(trials):
                     trial = self._own(self.opened.study.ask())
             if trial is not None:
-                self._finish(trial)
+                self._work_on(trial)
             elif all(other.state.is_finished() for other in trials):
                 return
             else:
@@ -134,7 +167,9 @@ class Worker:
             if trial.state.is_finished() or number not in (None, trial.number):
                 continue
             owner = trial.user_attrs.get(OWNER)
-            if owner is None or not is_alive(self.opened.run_folder, owner):
+            if owner is None or not self.presence.is_alive(owner):
+                if owner is not None:
+                    self.presence.bury(owner)
                 return self._own(Trial(self.opened.study, trial._trial_id))
         return None
 
@@ -142,8 +177,8 @@ class Worker:
         """Write into a trial who scores it and, unless it is there yet, what is scored. Needs the exclusive lock."""
         known = trial.user_attrs
         if REGIME in known:
-            with self.opened.journal.together():
-                trial.set_user_attr(OWNER, self.name)
+            with self.opened.store.together():
+                trial.set_user_attr(OWNER, self.presence.id)
                 self._suggest(trial)
             return trial
         if trial.number < len(self.baselines):
@@ -153,8 +188,8 @@ class Worker:
         else:
             candidate = self._proposal(trial)
             regime = self.sampler.space.regime(candidate)
-        with self.opened.journal.together():
-            trial.set_user_attr(OWNER, self.name)
+        with self.opened.store.together():
+            trial.set_user_attr(OWNER, self.presence.id)
             if candidate is not None:
                 trial.set_user_attr(CANDIDATE, candidate_json(candidate))
             trial.set_user_attr(METHOD, regime.name)
@@ -164,14 +199,14 @@ class Worker:
 
     def _needs_steps(self, trial: Trial) -> bool:
         """Whether gradient steps are left before the candidate follows; the trial is owned then, its plan written."""
-        plan = trial.user_attrs.get(PLAN) or self.sampler.plan(self.trials(), trial.number)
+        plan = trial.user_attrs.get(PLAN) or self.sampler.plan(self.opened.trials(), trial.number)
         if plan is None:
             return False
-        with self.opened.journal.together():
-            trial.set_user_attr(OWNER, self.name)
+        with self.opened.store.together():
+            trial.set_user_attr(OWNER, self.presence.id)
             trial.set_user_attr(METHOD, SEARCHED)
             trial.set_user_attr(PLAN, plan)
-        return self.sampler.next_step(self.trials(), trial.number) is not None
+        return self.sampler.next_step(self.opened.trials(), trial.number) is not None
 
     def _proposal(self, trial: Trial) -> Candidate:
         return candidate_of(self.sampler.space, trial.relative_params)
@@ -189,30 +224,63 @@ class Worker:
         if not {SCORE, STOPPED_AFTER, FAILURE} & set(recorded):
             twin = self._twin(trial.number, recorded[REGIME])
             with_outcome = self._scored(trial) if twin is None else self._reused(twin, trial)
-            with self.opened.journal.together():
-                for key, value in with_outcome.items():
-                    trial.set_user_attr(key, value)
+            self._record(trial, with_outcome)
             recorded = {**recorded, **with_outcome}
         if SCORE in recorded:
             score = Score.from_json(recorded[SCORE])
             is_reference = trial.number == 0 and self.guard_reference is None
             excess = self.objective.excess_nats(score, score if is_reference else self._unscaled_score())
-            if excess is not None and GUARD not in trial.constraints:
-                trial.set_constraint(GUARD, excess)
-            self.opened.study.tell(trial, self.objective.values(score))
+            with self._owning(trial):
+                if excess is not None and GUARD not in trial.constraints:
+                    trial.set_constraint(GUARD, excess)
+                self.opened.study.tell(trial, self.objective.values(score))
             self._report(SEARCH, trial.number, recorded[METHOD], score, None)
         elif STOPPED_AFTER in recorded:
-            self.opened.study.tell(trial, state=TrialState.PRUNED)
+            with self._owning(trial):
+                self.opened.study.tell(trial, state=TrialState.PRUNED)
             self._report(SEARCH, trial.number, recorded[METHOD], None, None)
         else:
-            self.opened.study.tell(trial, state=TrialState.FAIL)
+            with self._owning(trial):
+                self.opened.study.tell(trial, state=TrialState.FAIL)
             self._report(SEARCH, trial.number, recorded[METHOD], None, recorded[FAILURE])
+
+    def _work_on(self, trial: Trial) -> None:
+        """Finish an owned trial, or leave it where it was lost to another worker meanwhile.
+
+        A scheduler's signal stops this at once, and the trial is free to be taken over with all that it holds so far,
+        unless it is nearly done.
+        """
+        known = trial.user_attrs
+        self.presence.show(trial=trial.number)
+        self.pace.begin(self.limits.cost_of(known.get(PLAN)) - known.get(COST, 0))
+        with suppress(_Lost), finishing(lambda: self.pace.seconds_left() < self.grace_seconds):
+            self._finish(trial)
+        self.presence.show(trial=None)
+
+    @contextmanager
+    def _owning(self, trial: Trial) -> Iterator[None]:
+        """Hold the study's lock, and be the owner of a trial that is not finished; raises _Lost where it is not so."""
+        with self.opened.store.exclusive():
+            now = self.opened.trials()[trial.number]
+            if now.state.is_finished() or now.user_attrs.get(OWNER) != self.presence.id:
+                _log.warning("trial %d was taken over by another worker, to which this one had seemed dead", now.number)
+                raise _Lost
+            yield
+
+    def _record(self, trial: Trial, values: Mapping[str, Any], reports: Mapping[int, float] | None = None) -> None:
+        """Write attributes of an owned trial, and intermediate values by step."""
+        self.pace.advance(max(0, values.get(COST, 0) - trial.user_attrs.get(COST, 0)))
+        with self._owning(trial), self.opened.store.together():
+            for key, value in values.items():
+                trial.set_user_attr(key, value)
+            for step, value in (reports or {}).items():
+                trial.report(value, step)
 
     def _stepped(self, trial: Trial) -> Trial:
         """Make the gradient steps that are left of an owned trial; returns it with the candidate that follows, or with
         the reason why none does.
         """
-        while (asked := self.sampler.next_step(self.trials(), trial.number)) is not None:
+        while (asked := self.sampler.next_step(self.opened.trials(), trial.number)) is not None:
             started = time.perf_counter()
             try:
                 if self.differentiate is None:
@@ -222,25 +290,23 @@ class Worker:
             except ScoringError as error:
                 found = {FAILURE: str(error)}
             outcome = {**self._spent(trial, started), COST: (asked.place + 1) * self.step_cost_tokens, **found}
-            with self.opened.journal.together():
-                for key, value in outcome.items():
-                    trial.set_user_attr(key, value)
-                if FAILURE not in outcome:
-                    trial.report(step.nats_per_token, asked.place)
+            self._record(trial, outcome, {} if FAILURE in found else {asked.place: step.nats_per_token})
             if FAILURE in outcome:
                 return trial
             self._report(SEARCH, trial.number, SEARCHED, None, None)
-        with exclusive(self.opened.run_folder):
+        with self._owning(trial):
             return self._own(Trial(self.opened.study, trial._trial_id))  # which asks the sampler anew
 
     def _raced(self, trial: Trial, regime: Regime) -> dict[str, Any] | None:
         """What a race makes of a trial; None where it does not race, or there is nothing to race against yet."""
         if self.racing is None or trial.user_attrs[METHOD] != SEARCHED or PLAN in trial.user_attrs:
             return None
-        trials = self.trials()
+        trials = self.opened.trials()
         begun = trial.user_attrs.get(MARK)
         mark = self.racing.mark(trials) if begun is None else trials[begun]
-        return None if mark is None else self.racing.run(trial, regime, mark, self.opened.journal)
+        if mark is None:
+            return None
+        return self.racing.run(trial, regime, mark, lambda values: self._record(trial, values))
 
     def _scored(self, trial: Trial) -> dict[str, Any]:
         regime = recorded_regime(trial, self.sampler.space.target_length)
@@ -273,7 +339,8 @@ class Worker:
         died is scored here first, so that no regime is scored twice.
         """
         while True:
-            twins = [twin for twin in self.trials() if twin.number != number and twin.user_attrs.get(REGIME) == regime]
+            others = [trial for trial in self.opened.trials() if trial.number != number]
+            twins = [trial for trial in others if trial.user_attrs.get(REGIME) == regime]
             for twin in twins:
                 if twin.state is TrialState.COMPLETE:
                     return twin
@@ -289,9 +356,9 @@ class Worker:
         if self.objective.guarded_tokens is None:
             return None
         if self.guard_reference is not None:
-            return guard_score(self.opened, SEARCH, self.guard_reference)
+            return guard_score(self.opened, SEARCH, self.guard_reference, self.presence)
         while True:
-            trial = self.trials()[0]
+            trial = self.opened.trials()[0]
             if trial.state is TrialState.COMPLETE:
                 return recorded_score(trial)
             if trial.state is TrialState.FAIL:
@@ -300,10 +367,10 @@ class Worker:
 
     def _adopt_or_wait(self, number: int) -> None:
         """Finish an earlier trial whose worker died, or wait a little for the one that is at it."""
-        with exclusive(self.opened.run_folder):
-            adopted = self._adopt(self.trials(), number)
+        with self.opened.store.exclusive():
+            adopted = self._adopt(self.opened.trials(), number)
         if adopted is not None:
-            self._finish(adopted)
+            self._work_on(adopted)
         else:
             time.sleep(_POLL_SECONDS)
 
@@ -321,8 +388,10 @@ class Worker:
         failure: str | None,
         fraction: float | None = None,
     ) -> None:
-        trials = self.trials()
+        trials = self.opened.trials()
         best = ranked(trials)[:1]
+        spent_fraction = self.limits.spent_fraction(trials) if fraction is None else fraction
+        self.presence.show(phase=f"{split} windows", fraction=spent_fraction)
         self.on_event(
             SearchEvent(
                 split=split,
@@ -334,6 +403,6 @@ class Worker:
                 best_method=best[0].user_attrs[METHOD] if best else None,
                 num_finished=sum(trial.state.is_finished() for trial in trials),
                 num_stopped=sum(trial.state is TrialState.PRUNED for trial in trials),
-                spent_fraction=self.limits.spent_fraction(trials) if fraction is None else fraction,
+                spent_fraction=spent_fraction,
             )
         )

@@ -13,7 +13,7 @@ import pytest
 from ropesearch.rope.regime import Regime
 from ropesearch.score.score import Score
 from ropesearch.search.config import BudgetConfig
-from ropesearch.search.ownership import is_alive, working
+from ropesearch.search.presence import working
 from tests.search.analytic import evaluate, run
 from tests.search.test_worker import Killed, contents, dying_after, study_of
 
@@ -91,7 +91,8 @@ def test_seconds_are_those_of_a_clock_that_does_not_jump(tmp_path: Path, jumping
 
 @pytest.mark.parametrize("hours", [-87_600.0, -1.0, 1.0, 87_600.0])
 def test_who_is_alive_does_not_depend_on_times_of_files(hours: float, tmp_path: Path, jumping: list[float]) -> None:
-    with working(tmp_path) as worker:
-        set_times(tmp_path, hours)
-        assert is_alive(tmp_path, worker)
-    assert not is_alive(tmp_path, worker)
+    with working(tmp_path, 600) as other:
+        with working(tmp_path, 600) as presence:
+            set_times(tmp_path, hours)
+            assert other.is_alive(presence.id)
+        assert not other.is_alive(presence.id)

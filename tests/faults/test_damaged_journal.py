@@ -9,7 +9,7 @@ import pytest
 
 from ropesearch.errors import InputError
 from ropesearch.search.journal import Journal
-from ropesearch.search.study import JOURNAL_NAME
+from ropesearch.search.storage import JOURNAL_NAME
 from tests.search.analytic import evaluate, run
 from tests.search.test_worker import contents
 

@@ -1,6 +1,5 @@
 """A search that is killed at any operation on the disk goes on as if nothing had happened, and leaves no litter."""
 
-import os
 import signal
 import subprocess
 import sys
@@ -11,6 +10,7 @@ import pytest
 
 from ropesearch import files
 from ropesearch.run_folder import RunFolder
+from ropesearch.search.presence import read_signs
 from tests.faults.operations import died_at, leftovers
 from tests.search.analytic import run
 from tests.search.test_worker import contents
@@ -107,4 +107,5 @@ def test_a_writer_that_is_stopped_delays_the_others_and_harms_nothing(tmp_path: 
     trials = contents(shared)[:-1]
     assert len(trials) == 12 and all(state.is_finished() for _, state, *_ in trials)
     assert len({str(attributes["candidate"]) for *_, attributes in trials[4:]}) == 8
-    assert os.listdir(shared / "workers") == []
+    assert {sign["because"] for sign in read_signs(shared)} == {"done"}
+    assert not list((shared / "workers").glob("*.lock"))

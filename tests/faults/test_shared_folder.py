@@ -16,7 +16,8 @@ from ropesearch.errors import InputError, RopesearchError
 from ropesearch.rope.regime import Regime
 from ropesearch.score.score import Score
 from ropesearch.search.ownership import exclusive
-from ropesearch.search.study import JOURNAL_NAME, open_study
+from ropesearch.search.storage import JOURNAL_NAME
+from ropesearch.search.study import open_study
 from tests import runs
 from tests.faults.operations import leftovers
 from tests.search.analytic import evaluate, make_sampler, run

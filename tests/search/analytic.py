@@ -19,6 +19,7 @@ import numpy as np
 from ropesearch.errors import ScoringError
 from ropesearch.rope.geometry import Geometry
 from ropesearch.rope.regime import Regime
+from ropesearch.score.objective import Objective
 from ropesearch.score.score import Score
 from ropesearch.search.baselines import baseline_regimes, seed_regimes
 from ropesearch.search.config import (
@@ -30,9 +31,11 @@ from ropesearch.search.config import (
     SpaceConfig,
 )
 from ropesearch.search.optimizers import make_sampler as sampler_of
+from ropesearch.search.presence import working
 from ropesearch.search.run import SearchResult, run_search
 from ropesearch.search.sampler import CandidateSampler
 from ropesearch.search.spaces import make_space
+from ropesearch.search.study import open_study
 from ropesearch.search.trials import Step
 
 TARGET_LENGTH = 2048
@@ -110,11 +113,26 @@ def run(
         "step_cost_tokens": 32,
         "baselines": BASELINES,
         "cost_tokens": 16,
-        "fingerprints": FINGERPRINTS,
         "budget": BudgetConfig(num_trials=num_trials),
         "selection": SelectionConfig(num_finalists=3),
     }
-    return run_search(folder, make_sampler(seed, optimizer), score, **(arguments | changes))  # type: ignore[arg-type]
+    return search_in(folder, make_sampler(seed, optimizer), score, **(arguments | changes))
+
+
+def search_in(
+    folder: Path,
+    sampler: CandidateSampler,
+    score: Any,
+    *,
+    fingerprints: Any = FINGERPRINTS,
+    objective: Any = Objective(),  # noqa: B008
+    lease_seconds: Any = 60.0,
+    **arguments: Any,
+) -> SearchResult:
+    """Work on the search in `folder` as a worker of its own."""
+    opened = open_study(folder, fingerprints, sampler, objective.num_values)
+    with working(folder, lease_seconds) as presence:
+        return run_search(opened, sampler, score, presence=presence, objective=objective, **arguments)
 
 
 def main(folder: str, num_trials: str, delay: str, optimizer: str = "evolution") -> None:

@@ -16,7 +16,7 @@ from ropesearch.errors import ScoringError
 from ropesearch.rope.regime import Regime
 from ropesearch.search.config import BudgetConfig, GradientConfig
 from ropesearch.search.run import SearchResult
-from ropesearch.search.study import JOURNAL_NAME
+from ropesearch.search.storage import JOURNAL_NAME
 from ropesearch.search.trials import COST, FAILURE, METHOD, OWNER, PLAN, SECONDS, Step, ranked, recorded_steps
 from tests.search.analytic import BASELINES, NUM_WINDOWS, differentiate, distance, evaluate, make_sampler, run
 from tests.search.test_sampler import changed, trial_of

@@ -2,7 +2,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from ropesearch.search.ownership import claimed, exclusive, is_alive, working
+from ropesearch.search.ownership import claimed, exclusive, is_held
 
 HOLD = """
 import sys, time
@@ -27,33 +27,17 @@ def stop(process: "subprocess.Popen[str]") -> None:
     process.communicate()
 
 
-def test_a_worker_lives_as_long_as_its_process(tmp_path: Path) -> None:
-    process, worker = start("working", tmp_path)
-    try:
-        assert is_alive(tmp_path, worker)
-    finally:
-        stop(process)
-    assert not is_alive(tmp_path, worker)
-
-
-def test_a_worker_ends_with_its_block_and_leaves_no_file(tmp_path: Path) -> None:
-    with working(tmp_path) as first, working(tmp_path) as second:
-        assert first != second
-        assert is_alive(tmp_path, first) and is_alive(tmp_path, second)
-    assert not is_alive(tmp_path, first)
-    assert not is_alive(tmp_path, "never seen")
-    assert list((tmp_path / "workers").iterdir()) == []
-
-
 def test_a_claim_is_one_processes_until_it_dies(tmp_path: Path) -> None:
     path = tmp_path / "claim"
+    assert not is_held(path)
     process, held = start("claimed", path)
     try:
-        assert held == "True"
+        assert held == "True" and is_held(path)
         with claimed(path) as mine:
             assert not mine
     finally:
         stop(process)
+    assert not is_held(path)
     with claimed(path) as mine:
         assert mine
     assert not path.exists()

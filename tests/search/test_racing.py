@@ -32,10 +32,10 @@ from ropesearch.search.config import (
 )
 from ropesearch.search.racing import CHANCE, LEAST_WINDOWS, Racing, Rule, race_rule
 from ropesearch.search.run import SearchResult
-from ropesearch.search.study import JOURNAL_NAME
+from ropesearch.search.storage import JOURNAL_NAME
 from ropesearch.search.trials import PLAN, Step, candidate_json, is_searched, ranked, recorded_candidate
 from ropesearch.search.worker import SearchEvent
-from tests.search.analytic import EVOLUTION, distance, make_sampler, run
+from tests.search.analytic import BASELINES, EVOLUTION, distance, make_sampler, run, search_in
 from tests.search.test_worker import Killed, contents, study_of
 
 NUM_WINDOWS = 8
@@ -369,13 +369,11 @@ def test_legs_of_a_descent_are_scored_whole(tmp_path: Path) -> None:
         return Step(window=window, nats_per_token=1.0, gradient=(0.1,) * len(regime.factors) + (0.0,))
 
     folder = tmp_path / "gradient"
-    from tests.search.analytic import BASELINES, FINGERPRINTS, run_search
-
     sampler = make_sampler(optimizer=GradientConfig(num_candidates=24, num_starts=1))
     racing = Racing(
         evaluate=window_score, num_windows=NUM_WINDOWS, window_cost_tokens=2, objective=Objective(), rule=GREEDY
     )
-    run_search(
+    search_in(
         folder,
         sampler,
         evaluate,
@@ -383,7 +381,6 @@ def test_legs_of_a_descent_are_scored_whole(tmp_path: Path) -> None:
         racing=racing,
         baselines=BASELINES,
         cost_tokens=COST_TOKENS,
-        fingerprints=FINGERPRINTS,
         budget=BudgetConfig(),
         selection=SelectionConfig(num_finalists=3),
     )

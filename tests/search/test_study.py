@@ -5,7 +5,8 @@ import pytest
 
 from ropesearch.errors import InputError
 from ropesearch.search.journal import Journal
-from ropesearch.search.study import JOURNAL_NAME, STUDY_NAME, open_study
+from ropesearch.search.storage import JOURNAL_NAME, STUDY_NAME
+from ropesearch.search.study import open_study
 from tests.search.analytic import FINGERPRINTS, make_sampler
 
 

@@ -25,8 +25,10 @@ from ropesearch.search.baselines import baseline_regimes
 from ropesearch.search.config import BudgetConfig, EvolutionConfig, SelectionConfig
 from ropesearch.search.once import guard_score, scored_once
 from ropesearch.search.parameters import parameters
+from ropesearch.search.presence import read_signs, working
 from ropesearch.search.run import SearchResult
-from ropesearch.search.study import JOURNAL_NAME, open_study
+from ropesearch.search.storage import JOURNAL_NAME
+from ropesearch.search.study import open_study
 from ropesearch.search.trials import (
     CANDIDATE,
     GUARD,
@@ -47,6 +49,7 @@ from tests.search.analytic import (
     make_sampler,
     make_score,
     run,
+    search_in,
 )
 
 VOLATILE = {"owner", "seconds"}
@@ -57,7 +60,7 @@ def study_of(folder: Path) -> Study:
 
 
 def contents(folder: Path) -> list[Any]:
-    """Everything a study holds but times and owners."""
+    """Everything a study holds but times and owners, and who claimed what."""
     study = study_of(folder)
     trials = [
         (
@@ -69,7 +72,7 @@ def contents(folder: Path) -> list[Any]:
         )
         for trial in study.get_trials()
     ]
-    return [*trials, {key: value for key, value in study.user_attrs.items()}]
+    return [*trials, {key: value for key, value in study.user_attrs.items() if not key.startswith("claim/")}]
 
 
 class Killed(BaseException):
@@ -303,16 +306,13 @@ def test_patience_counts_candidates_since_the_best(tmp_path: Path) -> None:
 
 
 def test_without_a_budget_the_generations_end_it(tmp_path: Path) -> None:
-    from ropesearch.search.run import run_search
-
     evolution = EvolutionConfig(num_population=6, num_parents=3, num_mutations=2, num_crossovers=1, num_generations=3)
-    result = run_search(
+    result = search_in(
         tmp_path,
         make_sampler(optimizer=evolution),
         evaluate,
         baselines=BASELINES,
         cost_tokens=1,
-        fingerprints={},
         budget=BudgetConfig(),
         selection=SelectionConfig(),
     )
@@ -320,17 +320,14 @@ def test_without_a_budget_the_generations_end_it(tmp_path: Path) -> None:
 
 
 def test_an_exhausted_space_ends_the_search(tmp_path: Path) -> None:
-    from ropesearch.search.run import run_search
-
     sampler = make_sampler(factor_step=5.0, attention_factor=1.1)
     assert sampler.space.num_candidates == 9
-    result = run_search(
+    result = search_in(
         tmp_path,
         sampler,
         lambda regime, split: make_score(1 + sum(regime.factors)),
         baselines=BASELINES,
         cost_tokens=1,
-        fingerprints={},
         budget=BudgetConfig(num_trials=500),
         selection=SelectionConfig(),
     )
@@ -552,11 +549,11 @@ def test_workers_wait_for_a_score_that_another_one_makes(tmp_path: Path) -> None
         assert may_end.wait(60)
         return short_reference(split)
 
-    with ThreadPoolExecutor(2) as pool:
-        first = pool.submit(guard_score, opened, "search", slow)
+    with ThreadPoolExecutor(2) as pool, working(tmp_path, 60) as one, working(tmp_path, 60) as other:
+        first = pool.submit(guard_score, opened, "search", slow, one)
         assert started.wait(60)
-        second = pool.submit(guard_score, opened, "search", slow)
-        assert scored_once(opened, "guard_reference/search", lambda: pytest.fail("scored twice")) is None
+        second = pool.submit(guard_score, opened, "search", slow, other)
+        assert scored_once(opened, "guard_reference/search", lambda: pytest.fail("scored twice"), other) is None
         may_end.set()
         expected = short_reference("search").to_json()
         assert first.result(60).to_json() == second.result(60).to_json() == expected and calls == ["search"]
@@ -583,12 +580,12 @@ def test_a_weighted_objective_is_what_trials_are_worth(tmp_path: Path) -> None:
         ({"selection": SelectionConfig(num_finalists=0)}, "num_finalists"),
     ],
 )
-def test_impossible_limits_are_refused_before_anything_is_written(
+def test_impossible_limits_are_refused_before_anything_is_asked(
     changes: dict[str, Any], message: str, tmp_path: Path
 ) -> None:
     with pytest.raises(InputError, match=message):
         run(tmp_path / "run", **changes)
-    assert not (tmp_path / "run").exists()
+    assert study_of(tmp_path / "run").get_trials() == []
 
 
 def start(folder: Path, num_trials: int, delay: float) -> "subprocess.Popen[bytes]":
@@ -634,7 +631,7 @@ def test_a_killed_worker_goes_on_as_if_nothing_had_happened(num_kills: int, tmp_
     kill_and_restart(folder, num_kills, num_workers=1, num_trials=num_trials)
     assert contents(folder) == contents(tmp_path / "whole")
     check_calls(folder, num_kills)
-    assert [path.name for path in (folder / "workers").iterdir() if path.name.startswith("selection")] == []
+    assert {sign["because"] for sign in read_signs(folder)} <= {"done", "lost"}
 
 
 @pytest.mark.parametrize("num_kills", [0, 2, pytest.param(20, marks=pytest.mark.slow)])
