@@ -52,8 +52,10 @@ from ropesearch.search.config import (
 )
 from ropesearch.search.optimizers import make_sampler
 from ropesearch.search.ownership import claimed
+from ropesearch.search.presence import working
 from ropesearch.search.racing import Racing, race_rule
 from ropesearch.search.run import run_search
+from ropesearch.search.sharing_config import WorkerConfig
 from ropesearch.search.spaces import make_space
 from ropesearch.search.study import open_study
 from ropesearch.search.trials import COST, METHOD, SECONDS, recorded_regime
@@ -174,24 +176,26 @@ class Bench:
             "optimizer": {"name": run.optimizer, **plain(config)},
             "seed": run.seed,
         }
-        run_search(
-            out,
-            sampler,
-            lambda regime, split: self.scorer.score(regime, self.windows[split], scoring),
-            differentiate=lambda regime, window, guard_weight: self.scorer.differentiate(
-                regime, windows, window, objective, guard_weight
-            ),
-            racing=racing,
-            baselines=baselines,
-            cost_tokens=cost_tokens,
-            step_cost_tokens=GRADIENT_COST * target_length,
-            fingerprints=fingerprints,
-            budget=BudgetConfig(num_trials=num_evaluations)
-            if run.label == RACED
-            else BudgetConfig(forward_equivalent_tokens=num_evaluations * cost_tokens),
-            selection=selection,
-        )
-        trials = open_study(out, fingerprints, sampler).study.get_trials(deepcopy=False)
+        opened = open_study(out, fingerprints, sampler)
+        with working(out, WorkerConfig().lease_seconds) as presence:
+            run_search(
+                opened,
+                sampler,
+                lambda regime, split: self.scorer.score(regime, self.windows[split], scoring),
+                differentiate=lambda regime, window, guard_weight: self.scorer.differentiate(
+                    regime, windows, window, objective, guard_weight
+                ),
+                racing=racing,
+                baselines=baselines,
+                cost_tokens=cost_tokens,
+                step_cost_tokens=GRADIENT_COST * target_length,
+                budget=BudgetConfig(num_trials=num_evaluations)
+                if run.label == RACED
+                else BudgetConfig(forward_equivalent_tokens=num_evaluations * cost_tokens),
+                selection=selection,
+                presence=presence,
+            )
+        trials = opened.trials()
         curve: list[dict[str, float]] = []
         spent_tokens, seconds, best, held_out = 0, 0.0, math.inf, math.nan
         due, regime = 0, None

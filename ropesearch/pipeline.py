@@ -53,6 +53,7 @@ from ropesearch.search.ownership import exclusive
 from ropesearch.search.presence import working
 from ropesearch.search.racing import Racing, race_rule
 from ropesearch.search.run import SearchResult, run_search
+from ropesearch.search.sharing_config import JournalConfig
 from ropesearch.search.space import SEARCHED
 from ropesearch.search.spaces import make_space
 from ropesearch.search.study import open_study
@@ -155,6 +156,8 @@ def search(job: SearchJob) -> SearchOutcome:
         def on_event(event: SearchEvent) -> None:
             display.show(f"{event.split} windows", event.spent_fraction, _best_so_far(event))
 
+        # What cannot be reported, as the study's server is away, is on disk, and is read when the trial is gone on with.
+        scored = scorer.score if isinstance(job.storage, JournalConfig) else scorer.kept
         racing = None
         if rule is not None:
             racing = Racing(
@@ -169,7 +172,7 @@ def search(job: SearchJob) -> SearchOutcome:
         result = run_search(
             opened,
             sampler,
-            lambda regime, split: scorer.score(regime, windows[split], job.objective, objective.spans),
+            lambda regime, split: scored(regime, windows[split], job.objective, objective.spans),
             differentiate=lambda regime, window, guard_weight: scorer.differentiate(
                 regime, windows["search"], window, objective, guard_weight
             ),

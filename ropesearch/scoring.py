@@ -74,12 +74,20 @@ class JobScorer:
         derivatives = (*gradient.log_factors.tolist(), gradient.log_attention_factor)
         return Step(window=window, nats_per_token=nats, gradient=derivatives)
 
-    def kept(self, regime: Regime, windows: Windows, scoring: ScoringConfig) -> Score:
+    def kept(
+        self,
+        regime: Regime,
+        windows: Windows,
+        scoring: ScoringConfig,
+        spans: Sequence[tuple[int, int]] | None = None,
+    ) -> Score:
         """As `score`, but a score that the run already holds is read."""
         depends_on = {**self.identity(windows, scoring), "regime": regime_json(regime)}
+        if spans is not None:
+            depends_on["spans"] = [list(span) for span in spans]
         score = self.store.get(depends_on)
         if score is None:
-            score = self.score(regime, windows, scoring)
+            score = self.score(regime, windows, scoring, spans)
             self.store.put(depends_on, score)
         return score
 
