@@ -156,7 +156,7 @@ def search(job: SearchJob) -> SearchOutcome:
         def on_event(event: SearchEvent) -> None:
             display.show(f"{event.split} windows", event.spent_fraction, _best_so_far(event))
 
-        # What cannot be reported, as the study's server is away, is on disk, and is read when the trial is gone on with.
+        # What a study's server that is away cannot be told is on disk, and is read when the trial is gone on with.
         scored = scorer.score if isinstance(job.storage, JournalConfig) else scorer.kept
         racing = None
         if rule is not None:
