@@ -169,6 +169,7 @@ class Worker:
             owner = trial.user_attrs.get(OWNER)
             if owner is None or not self.presence.is_alive(owner):
                 if owner is not None:
+                    _log.info("trial %d: taken over from worker %s", trial.number, owner)
                     self.presence.bury(owner)
                 return self._own(Trial(self.opened.study, trial._trial_id))
         return None
@@ -318,6 +319,7 @@ class Worker:
             outcome: dict[str, Any] = {SCORE: self.evaluate(regime, SEARCH).to_json()}
         except ScoringError as error:
             outcome = {FAILURE: str(error)}
+        _log.info("trial %d: scored by worker %s", trial.number, self.presence.id)
         return {**self._spent(trial, started), COST: self._step_costs(trial) + self.cost_tokens, **outcome}
 
     def _spent(self, trial: Trial, started: float) -> dict[str, float]:
