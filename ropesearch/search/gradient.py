@@ -94,8 +94,10 @@ class GradientSampler(CandidateSampler):
         """The leg of a descent that trial `number` is: its chain, where that began and the legs before; None where no
         descent is to be begun or gone on with.
         """
-        if number < self._num_baselines:
-            return None
+        if number < self._num_baselines or not all(
+            trial.state.is_finished() for trial in trials[: self._num_baselines]
+        ):
+            return None  # of several workers, those that are there before the best baseline is known make moves
         chains: dict[int, list[FrozenTrial]] = {}
         for trial in trials:
             if trial.number < number and PLAN in trial.user_attrs:
@@ -151,7 +153,10 @@ class GradientSampler(CandidateSampler):
         if past.scored:
             best = past.scored[0].candidate
         else:
-            best = [*self._start_candidates, self.space.decode(np.ones(self.space.num_dimensions))][0]
+            starts = [trial for trial in past.baselines if trial.user_attrs[METHOD] in self._start_names]
+            regimes = [recorded_regime(trial, self.space.target_length) for trial in starts]
+            unscored = [*self._start_candidates, self.space.decode(np.ones(self.space.num_dimensions))]
+            best = [*map(self.space.repair, regimes), *unscored][0]
         for _ in range(_NUM_TRIES):
             moved = move(self.space, best, rng)
             if moved not in past.known and moved != best:

@@ -39,12 +39,13 @@ class Past:
     """What a study holds besides the trial that a candidate is proposed for.
 
     `scored` is best first; `stopped` are those that racing stopped, by what they looked like then, best first too.
-    `known` are all candidates, failed and running ones too, `running` those that are being scored. `waiting` says
-    whether a trial with a lower number is still running.
+    `baselines` are the scored trials of baselines, best first. `known` are all candidates, failed and running ones too,
+    `running` those that are being scored. `waiting` says whether a trial with a lower number is still running.
     """
 
     scored: Sequence[Scored]
     stopped: Sequence[Scored]
+    baselines: Sequence[FrozenTrial]
     known: Collection[Candidate]
     running: Sequence[Candidate]
     waiting: bool
@@ -161,6 +162,7 @@ class CandidateSampler(BaseSampler):
         past = Past(
             scored=scored,
             stopped=sorted(stopped),
+            baselines=[trial for trial in ranked(trials) if candidates.get(trial.number) is None],
             known=known,
             running=[candidate for trial in running if (candidate := candidates[trial.number]) is not None],
             waiting=any(trial.number < number for trial in running),

@@ -149,14 +149,8 @@ class Worker:
                 time.sleep(_POLL_SECONDS)  # other workers are at their last trials, and may die
 
     def _goes_on(self, trials: Sequence[FrozenTrial]) -> bool:
-        """Whether another trial is to be begun now. Descents begin at the best baseline, so with several workers they
-        wait for all of these.
-        """
-        num_baselines = len(self.baselines)
-        if len(trials) < num_baselines:
-            return True
-        waits = self.sampler.num_first_steps and not all(trial.state.is_finished() for trial in trials[:num_baselines])
-        return not waits and not self.limits.reached(trials)
+        """Whether another trial is to be begun now."""
+        return len(trials) < len(self.baselines) or not self.limits.reached(trials)
 
     def _adopt(self, trials: Sequence[FrozenTrial], number: int | None = None) -> Trial | None:
         """Take over the first unfinished trial (or that of `number`) whose worker is dead. Needs the exclusive lock.

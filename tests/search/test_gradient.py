@@ -14,11 +14,33 @@ from optuna.trial import FrozenTrial, TrialState
 
 from ropesearch.errors import ScoringError
 from ropesearch.rope.regime import Regime
+from ropesearch.search import gradient
 from ropesearch.search.config import BudgetConfig, GradientConfig
 from ropesearch.search.run import SearchResult
+from ropesearch.search.space import Candidate
 from ropesearch.search.storage import JOURNAL_NAME
-from ropesearch.search.trials import COST, FAILURE, METHOD, OWNER, PLAN, SECONDS, Step, ranked, recorded_steps
-from tests.search.analytic import BASELINES, NUM_WINDOWS, differentiate, distance, evaluate, make_sampler, run
+from ropesearch.search.trials import (
+    COST,
+    FAILURE,
+    METHOD,
+    OWNER,
+    PLAN,
+    SECONDS,
+    Step,
+    ranked,
+    recorded_regime,
+    recorded_steps,
+)
+from tests.search.analytic import (
+    BASELINES,
+    NUM_WINDOWS,
+    TARGET_LENGTH,
+    differentiate,
+    distance,
+    evaluate,
+    make_sampler,
+    run,
+)
 from tests.search.test_sampler import changed, trial_of
 from tests.search.test_worker import Killed, contents, same, study_of
 
@@ -64,6 +86,26 @@ def legs_of(trials: list[FrozenTrial]) -> dict[int, list[FrozenTrial]]:
 def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> tuple[SearchResult, Path]:
     folder = tmp_path_factory.mktemp("whole")
     return descend(folder), folder
+
+
+def test_until_all_baselines_are_scored_there_are_moves_of_the_best_of_them(
+    uninterrupted: tuple[SearchResult, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sampler = make_sampler(optimizer=GRADIENT)
+    done = trials_of(uninterrupted[1])[: len(BASELINES)]
+    best = min(done[1:], key=lambda trial: trial.values[0])
+    other = next(trial for trial in done[1:] if trial is not best)
+    assert sampler.plan(done, len(done)) is not None
+    monkeypatch.setattr(gradient, "move", lambda space, candidate, rng: moved.append(candidate) or candidate)
+    for unfinished in (other, best):
+        waiting = changed(unfinished, None, TrialState.RUNNING)
+        trials = [waiting if trial is unfinished else trial for trial in done]
+        assert sampler.plan(trials, len(done)) is None
+        left = [trial for trial in trials[1:] if trial.state is TrialState.COMPLETE]
+        first = min(left, key=lambda trial: trial.values[0])
+        moved: list[Candidate] = []
+        sampler.propose([*trials, trial_of(len(done), {}, None, TrialState.RUNNING)], len(done))
+        assert set(moved) == {sampler.space.repair(recorded_regime(first, TARGET_LENGTH))}
 
 
 def test_descents_begin_at_the_best_of_the_baselines(uninterrupted: tuple[SearchResult, Path]) -> None:
