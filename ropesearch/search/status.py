@@ -19,6 +19,7 @@ from optuna.storages import BaseStorage, JournalStorage
 from optuna.trial import FrozenTrial, TrialState
 
 from ropesearch.errors import InputError
+from ropesearch.run_folder import LAUNCHER_FOLDER
 from ropesearch.search.budget import spent_seconds, spent_tokens
 from ropesearch.search.journal import Journal
 from ropesearch.search.study import JOURNAL_NAME, STUDY_NAME
@@ -172,7 +173,7 @@ def _config(run_folder: Path) -> Mapping[str, Any]:
         value = json.loads(path.read_bytes())
         job = value["job"]
     except FileNotFoundError:
-        if any((run_folder / name).exists() for name in (JOURNAL_NAME, "log.txt", "slurm")):
+        if any((run_folder / name).exists() for name in (JOURNAL_NAME, "log.txt", LAUNCHER_FOLDER)):
             return {}
         raise InputError(f"path: {expected}, which holds neither config.json nor {JOURNAL_NAME}") from None
     except (ValueError, KeyError, TypeError) as error:

@@ -1,7 +1,11 @@
 from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
 
 import pytest
 
+from ropesearch.cli import main
+from tests import runs
 from tests.cluster import postgres, slurm
 
 
@@ -24,3 +28,16 @@ def postgres_url(postgres_server: postgres.Postgres, monkeypatch: pytest.MonkeyP
     """The URL of an empty database, whose password is in PGPASSWORD."""
     monkeypatch.setenv("PGPASSWORD", postgres.PASSWORD)
     return postgres_server.new_database()
+
+
+@pytest.fixture(scope="session")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return runs.write_corpus(tmp_path_factory.mktemp("corpus") / "texts")
+
+
+@pytest.fixture(scope="session")
+def undisturbed(toy_folder: Path, corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> list[tuple[Any, ...]]:
+    """The trials of a search of 60 candidates that was never stopped."""
+    run = tmp_path_factory.mktemp("undisturbed") / "run"
+    assert main(runs.search_words(toy_folder, corpus, run, 60)) == 0
+    return runs.trials_of(run)

@@ -9,7 +9,6 @@ import pytest
 
 from ropesearch import stopping
 from ropesearch.artifact.verify import verify
-from ropesearch.cli import main
 from ropesearch.search.status import read_status
 from tests import runs
 from tests.cluster import slurm
@@ -18,19 +17,6 @@ from tests.cluster.processes import wait_until
 pytestmark = pytest.mark.slow
 
 JOBS = Path(__file__).parents[2] / "jobs"
-
-
-@pytest.fixture(scope="module")
-def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return runs.write_corpus(tmp_path_factory.mktemp("corpus") / "texts")
-
-
-@pytest.fixture(scope="module")
-def undisturbed(toy_folder: Path, corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> list[tuple[Any, ...]]:
-    """The trials of a search of 60 candidates that was never stopped."""
-    run = tmp_path_factory.mktemp("undisturbed") / "run"
-    assert main(runs.search_words(toy_folder, corpus, run, 60)) == 0
-    return runs.trials_of(run)
 
 
 def submit(cluster: slurm.Slurm, num_workers: int, words: list[str], folder: Path) -> str:
