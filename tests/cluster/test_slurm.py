@@ -24,7 +24,9 @@ def test_preempted_jobs_begin_anew(cluster: slurm.Slurm, tmp_path: Path) -> None
     words = ["sbatch", "--parsable", "--requeue", "--exclusive", "--nodes=2", "--wrap", script]
     low = cluster.run(*words, folder=tmp_path)
     wait_until((tmp_path / "low").exists, "the job began")
-    high = cluster.run("sbatch", "--parsable", "-p", "high", "--nodes=2", "--exclusive", "--wrap", "true")
+    high = cluster.run(
+        "sbatch", "--parsable", "-p", "high", "--nodes=2", "--exclusive", "--wrap", "true", folder=tmp_path
+    )
     assert cluster.wait(high) == {high: "COMPLETED"}
     assert cluster.wait(low) == {low: "COMPLETED"}
     assert (tmp_path / "low").read_text() == "began\nbegan\n"
