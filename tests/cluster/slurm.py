@@ -29,7 +29,7 @@ SlurmctldHost={host}(127.0.0.1)
 SlurmUser={user}
 SlurmdUser={user}
 AuthType=auth/munge
-AuthInfo=socket={folder}/munge.sock,cred_expire=10
+AuthInfo=socket={folder}/munge.sock,cred_expire=5
 CredType=cred/munge
 SlurmctldPort={port}
 StateSaveLocation={folder}/state
