@@ -8,6 +8,8 @@ from ropesearch.cli import main
 from tests import runs
 from tests.cluster import postgres, slurm
 
+NUM_TRIALS = 120  # of searches that are stopped: they last some seconds
+
 
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[slurm.Slurm]:
@@ -37,7 +39,7 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def undisturbed(toy_folder: Path, corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> list[tuple[Any, ...]]:
-    """The trials of a search of 60 candidates that was never stopped."""
+    """The trials of a search of NUM_TRIALS candidates that was never stopped."""
     run = tmp_path_factory.mktemp("undisturbed") / "run"
-    assert main(runs.search_words(toy_folder, corpus, run, 60)) == 0
+    assert main(runs.search_words(toy_folder, corpus, run, NUM_TRIALS)) == 0
     return runs.trials_of(run)
