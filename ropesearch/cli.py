@@ -16,7 +16,8 @@ from typing import Any
 
 from ropesearch import __version__, config
 from ropesearch.errors import InputError, RopesearchError
-from ropesearch.run_folder import LOGGED_IN
+from ropesearch.launch.config import SlurmConfig
+from ropesearch.run_folder import LOGGED_IN, RunFolder
 from ropesearch.stopping import Stopping
 
 _INTERNAL_ERROR = 70
@@ -95,14 +96,30 @@ def _run(words: list[str]) -> int:
     if asks_help:
         _print(_help_page(job_name))
         return 0
-    job_config = config.compose(job_name, *_path_and_overrides(job_name, details))
+    path, overrides = _path_and_overrides(job_name, details)
+    job_config = config.compose(job_name, path, overrides)
     config.expect_given(job_name, job_config)
     job_config.check()
 
-    job = getattr(importlib.import_module(config.JOBS[job_name].module), job_name)
-    outcome = job(job_config)
+    launcher = getattr(job_config, "launcher", None)
+    if isinstance(launcher, SlurmConfig):
+        outcome = _submitted(launcher, job_config, path, overrides)
+    else:
+        outcome = getattr(importlib.import_module(config.JOBS[job_name].module), job_name)(job_config)
     _print(json.dumps(outcome.to_json(), indent=2, allow_nan=False) if "--json" in flags else outcome.to_text())
     return int(outcome.exit_code)
+
+
+def _submitted(launcher: SlurmConfig, job_config: config.SearchJob, path: str | None, overrides: list[str]) -> Any:
+    """Submit the workers of a search; each gets these words, but for the launcher's, and all one run folder."""
+    from ropesearch.launch.slurm import submit
+
+    run = RunFolder.of("search", job_config.run, config.plain(job_config), without=config.NOT_IN_ITS_NAME)
+    run_folder = run.path.absolute()
+    kept = [word for word in overrides if not re.match(r"(run|launcher(\.\w+)?)=", word)]
+    words = ["search", *([] if path is None else [path]), *kept, f"run={run_folder}"]
+    worker = importlib.import_module("ropesearch.cli").main  # by a name that a node can import, which __main__ is not
+    return submit(launcher, run_folder, worker, words)
 
 
 def _path_and_overrides(job_name: str, details: list[str]) -> tuple[str | None, list[str]]:

@@ -18,6 +18,7 @@ from typing import Any
 from ropesearch.artifact.config import VerifyLevel, WeightsMode, table_files
 from ropesearch.data.config import CorpusConfig
 from ropesearch.errors import InputError
+from ropesearch.launch.config import LAUNCHERS, LauncherConfig, LocalConfig
 from ropesearch.model.config import ModelConfig
 from ropesearch.score.config import ScoringConfig
 from ropesearch.search.config import (
@@ -40,6 +41,10 @@ class JobConfig:
 
     def check(self) -> None:
         """Raise InputError for what is wrong in itself, whatever the files hold; needs no heavy library."""
+
+
+# Keys of a search that say how it is done, not what is sought: asked with others of these, it is the same run.
+NOT_IN_ITS_NAME = ("run", "budget", "cache", "weights", "worker", "launcher")
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -66,6 +71,7 @@ class SearchJob(JobConfig):
     budget: BudgetConfig = group(BudgetConfig)
     storage: StorageConfig = group(JournalConfig, STORAGES)
     worker: WorkerConfig = group(WorkerConfig)
+    launcher: LauncherConfig = group(LocalConfig, LAUNCHERS)
 
     def __post_init__(self) -> None:
         _check_seed(self.seed)
@@ -84,6 +90,7 @@ class SearchJob(JobConfig):
         self.budget.check()
         self.storage.check()
         self.worker.check()
+        self.launcher.check()
         self.corpus.check()
         table_files(self.tables)
 

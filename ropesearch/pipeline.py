@@ -21,7 +21,7 @@ from ropesearch.artifact.schema import FILE_NAME, RopeConfig
 from ropesearch.artifact.tables import read_tables
 from ropesearch.artifact.verify import Finding, check_expressible
 from ropesearch.artifact.verify import verify as verify_folder
-from ropesearch.config import EvaluateJob, SearchJob, VerifyJob, expect_given, plain
+from ropesearch.config import NOT_IN_ITS_NAME, EvaluateJob, SearchJob, VerifyJob, expect_given, plain
 from ropesearch.data.windows import Windows, build_windows
 from ropesearch.errors import InputError, NothingScoredError
 from ropesearch.evaluate.needle import NeedleEvaluation
@@ -106,7 +106,7 @@ def search(job: SearchJob) -> SearchOutcome:
     origin.expect_same(small_states)
     binding = origin.binding
 
-    run = RunFolder.of("search", job.run, plain(job), without=("run", "budget", "cache", "weights", "worker"))
+    run = RunFolder.of("search", job.run, plain(job), without=NOT_IN_ITS_NAME)
     with contextlib.ExitStack() as stack:
         stack.enter_context(run.logged())
         display = stack.enter_context(ProgressDisplay())

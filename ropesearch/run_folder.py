@@ -31,6 +31,9 @@ _LIBRARIES = (
 
 _CONFIG = "config.json"
 
+# In a run folder, what a launcher writes that has submitted its workers to a scheduler.
+LAUNCHER_FOLDER = "slurm"
+
 # How the note begins that `RunFolder.logged` puts on an error.
 LOGGED_IN = "the traceback is in "
 
@@ -55,7 +58,7 @@ class RunFolder:
         fingerprint = sha256_of_json({key: value for key, value in asked.items() if key not in without})
         path = Path(os.path.expanduser(run)) if run else Path("runs") / f"{job_name}-{fingerprint[:12]}"
         try:
-            is_new = not path.exists() or not any(path.iterdir())
+            is_new = not path.exists() or all(entry.name == LAUNCHER_FOLDER for entry in path.iterdir())
             path.mkdir(parents=True, exist_ok=True)
             with tempfile.TemporaryFile(dir=path):
                 pass

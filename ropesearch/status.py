@@ -142,14 +142,13 @@ def _worker_lines(workers: Sequence[WorkerSign]) -> list[str]:
                 _short(sign.worker),
                 sign.state,
                 f"{sign.phase} {sign.fraction:.0%}" if sign.phase else "-",
-                "-" if sign.trial_number is None else str(sign.trial_number),
                 sign.slurm_job or "-",
                 sign.device or "-",
                 f"{_duration(sign.silent_seconds)} ago",
             ]
             for sign in present
         ]
-        lines = ["", aligned([["worker", "state", "at", "trial", "Slurm job", "device", "last seen"], *rows])]
+        lines = ["", aligned([["worker", "state", "at", "Slurm job", "device", "last seen"], *rows])]
     if ended:
         reasons = ", ".join(f"{number} {because}" for because, number in ended.most_common())
         lines += ["", f"workers that ended: {reasons}"]

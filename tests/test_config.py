@@ -20,6 +20,7 @@ from ropesearch import config
 from ropesearch.artifact.config import VerifyLevel, WeightsMode
 from ropesearch.config import JOBS, Key, compose, conf_folder, groups_of, keys_of, plain, type_name
 from ropesearch.errors import InputError
+from ropesearch.launch.config import LAUNCHERS
 from ropesearch.model.config import DType
 from ropesearch.search.config import OPTIMIZERS
 
@@ -101,6 +102,15 @@ ALL_KEYS = {
         "storage.port",
         "worker.lease_seconds",
         "worker.grace_seconds",
+        "launcher.num_workers",
+        "launcher.minutes",
+        "launcher.partition",
+        "launcher.account",
+        "launcher.qos",
+        "launcher.constraint",
+        "launcher.gres",
+        "launcher.num_cpus",
+        "launcher.memory_gigabytes",
     ],
     "evaluate": ["path", "run", "seed", "lengths", "device", "cache", *CORPUS_KEYS, *OBJECTIVE_KEYS],
     "verify": ["path", "levels", "max_logits_tokens"],
@@ -108,7 +118,7 @@ ALL_KEYS = {
 }
 EACH_KEY = [(job_name, key) for job_name in JOBS for key in keys_of(JOBS[job_name].schema)]
 each_key = pytest.mark.parametrize(("job_name", "key"), EACH_KEY, ids=lambda value: getattr(value, "name", value))
-DEFAULTS = {"optimizer=gradient", "storage=journal"}
+DEFAULTS = {"optimizer=gradient", "storage=journal", "launcher=local"}
 
 # What shells, YAML, Hydra and OmegaConf make something of, and a user may have in the name of a folder.
 ODD_TEXTS = [
@@ -212,10 +222,17 @@ def test_nothing_given_gives_the_defaults_of_the_schema(job_name: str) -> None:
 
 @pytest.mark.parametrize(
     ("job_name", "preset"),
-    [*((name, None) for name in JOBS), *(("search", f"optimizer={name}") for name in OPTIMIZERS)],
+    [
+        *((name, None) for name in JOBS),
+        *(("search", f"optimizer={name}") for name in OPTIMIZERS),
+        *(("search", f"launcher={name}") for name in LAUNCHERS),
+    ],
 )
 def test_every_key_composes(job_name: str, preset: str | None) -> None:
-    chosen = {preset} if preset else DEFAULTS
+    chosen = DEFAULTS
+    if preset:
+        group_name = preset.partition("=")[0]
+        chosen = {preset, *(each for each in DEFAULTS if each.partition("=")[0] != group_name)}
     keys = [key for key in keys_of(JOBS[job_name].schema) if key.preset is None or key.preset in chosen]
     rounds = [dict(zip([key.name for key in keys], texts, strict=True)) for texts in padded(keys)]
     for texts in rounds:
@@ -420,7 +437,7 @@ def test_each_optimizer_has_its_own_keys(name: str) -> None:
     assert plain(job)["optimizer"] == {"name": name, **plain(job.optimizer)}
     own = {field.name for field in dataclasses.fields(OPTIMIZERS[name])}
     for key in keys_of(JOBS["search"].schema):
-        if (key.preset or "").startswith("optimizer=") and key.name.partition(".")[2] not in own:
+        if key.name.startswith("optimizer.") and key.preset and key.name.partition(".")[2] not in own:
             with pytest.raises(InputError, match=rf"^{key.name}: a key of .*{key.preset}.*, got optimizer={name};"):
                 compose("search", None, [f"{key.name}=3", f"optimizer={name}"])
 
@@ -433,6 +450,7 @@ def test_presets_are_the_files_of_conf() -> None:
         "optimizer": ["auto", "blockwise", "cmaes", "evolution", "gradient", "random", "tpe"],
         "objective": ["guarded", "last_tokens", "needle", "perplexity", "two_objectives"],
         "storage": ["grpc", "journal", "postgresql"],
+        "launcher": ["local", "slurm"],
     }
 
 
@@ -441,7 +459,8 @@ def test_every_file_of_conf_extends_a_schema_and_belongs_to_a_job(file: Path) ->
     defaults = yaml.safe_load(file.read_text())["defaults"]
     group = file.parent.name if file.parent != conf_folder() else None
     schema = {"auto": "gradient"}.get(file.stem, file.stem)
-    assert defaults[0] == ("schema" if group and group not in ("optimizer", "storage") else f"schema_{schema}")
+    has_variants = group in ("optimizer", "storage", "launcher")
+    assert defaults[0] == ("schema" if group and not has_variants else f"schema_{schema}")
     assert file.stem in JOBS if group is None else any(group in groups_of(job.schema) for job in JOBS.values())
     for job_name, job in JOBS.items():
         if group in groups_of(job.schema):

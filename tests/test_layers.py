@@ -15,7 +15,7 @@ FLOORS = [
     {"rope", "run_folder"},
     {"model", "data"},
     {"score", "artifact"},
-    {"search", "train", "evaluate", "track"},
+    {"search", "train", "evaluate", "track", "launch"},
     {"config", "report", "scoring"},
     {"pipeline", "status", "demo"},
     {"cli"},
@@ -29,6 +29,7 @@ HOMES = {  # library: the parts that may import it
     "matplotlib": {"track"},
     "rich": {"track"},
     "datasets": {"data"},
+    "submitit": {"launch"},
 }
 MODULES = sorted(PACKAGE.rglob("*.py"))
 

@@ -74,10 +74,10 @@ trial    worker                                    done
 63     cccccccc  8 of 8 gradient steps, 1 of 16 windows
 64     cccccccc                                   begun
 
-worker      state                  at  trial  Slurm job  device  last seen
-aaaaaaaa  working  search windows 25%     61       12_3  cuda:0    3 s ago
-cccccccc  working                   -      -       12_3  cuda:0    9 s ago
-bbbbbbbb   silent  search windows 25%     62       12_3  cuda:0  2.0 h ago
+worker      state                  at  Slurm job  device  last seen
+aaaaaaaa  working  search windows 25%       12_3  cuda:0    3 s ago
+cccccccc  working                   -       12_3  cuda:0    9 s ago
+bbbbbbbb   silent  search windows 25%       12_3  cuda:0  2.0 h ago
 
 workers that ended: 2 SIGUSR2, 1 done"""
 

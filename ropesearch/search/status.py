@@ -18,6 +18,7 @@ from typing import Any
 from optuna.trial import FrozenTrial, TrialState
 
 from ropesearch.errors import InputError
+from ropesearch.run_folder import LAUNCHER_FOLDER
 from ropesearch.search.budget import spent_seconds, spent_tokens
 from ropesearch.search.storage import JOURNAL_NAME, WHERE_NAME, open_for_reading
 from ropesearch.search.trials import (
@@ -170,7 +171,7 @@ def _config(run_folder: Path) -> Mapping[str, Any]:
         value = json.loads(path.read_bytes())
         job = value["job"]
     except FileNotFoundError:
-        if any((run_folder / name).exists() for name in (JOURNAL_NAME, WHERE_NAME, "log.txt", "slurm")):
+        if any((run_folder / name).exists() for name in (JOURNAL_NAME, WHERE_NAME, "log.txt", LAUNCHER_FOLDER)):
             return {}
         raise InputError(f"path: {expected}, which holds neither config.json nor {JOURNAL_NAME}") from None
     except (ValueError, KeyError, TypeError) as error:
@@ -285,10 +286,13 @@ def _tokens_per_second(trials: Sequence[FrozenTrial], num_working: int) -> float
 def _seconds_left(
     trials: Sequence[FrozenTrial], workers: Sequence[WorkerSign], tokens_per_second: float | None
 ) -> float | None:
-    """What is left of the budget, as the worker that is furthest knows it, at the pace of all."""
+    """What is left of the budget, as the worker that was furthest has said, at the pace of all since."""
     searching = [sign for sign in workers if sign.state == "working" and sign.phase == _SEARCH_PHASE]
-    fraction = max((sign.fraction for sign in searching), default=0.0)
-    if not tokens_per_second or not 0 < fraction <= 1:
+    if not tokens_per_second or not searching:
         return None
+    said = max(searching, key=lambda sign: sign.fraction)
     spent = spent_tokens([trial for trial in trials if trial.state.is_finished()])
-    return spent * (1 - fraction) / fraction / tokens_per_second
+    spent_then = spent - tokens_per_second * said.silent_seconds
+    if spent_then <= 0 or not 0 < said.fraction <= 1:
+        return None
+    return max(0.0, spent_then * (1 - said.fraction) / said.fraction / tokens_per_second - said.silent_seconds)

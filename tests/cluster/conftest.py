@@ -1,8 +1,14 @@
 from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
 
 import pytest
 
+from ropesearch.cli import main
+from tests import runs
 from tests.cluster import postgres, slurm
+
+NUM_TRIALS = 120  # of searches that are stopped: they last some seconds
 
 
 @pytest.fixture(scope="module")
@@ -24,3 +30,16 @@ def postgres_url(postgres_server: postgres.Postgres, monkeypatch: pytest.MonkeyP
     """The URL of an empty database, whose password is in PGPASSWORD."""
     monkeypatch.setenv("PGPASSWORD", postgres.PASSWORD)
     return postgres_server.new_database()
+
+
+@pytest.fixture(scope="session")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return runs.write_corpus(tmp_path_factory.mktemp("corpus") / "texts")
+
+
+@pytest.fixture(scope="session")
+def undisturbed(toy_folder: Path, corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> list[tuple[Any, ...]]:
+    """The trials of a search of NUM_TRIALS candidates that was never stopped."""
+    run = tmp_path_factory.mktemp("undisturbed") / "run"
+    assert main(runs.search_words(toy_folder, corpus, run, NUM_TRIALS)) == 0
+    return runs.trials_of(run)

@@ -16,7 +16,7 @@ def free_ports(number: int) -> list[int]:
         return [each.getsockname()[1] for each in sockets]
 
 
-def wait_until(condition: Callable[[], bool], what: str, timeout_seconds: float = 60) -> None:
+def wait_until(condition: Callable[[], bool], what: str, timeout_seconds: float = 180) -> None:
     """Return when the condition holds; raise TimeoutError with `what` when it does not in time."""
     end = time.monotonic() + timeout_seconds
     while not condition():

@@ -29,7 +29,7 @@ SlurmctldHost={host}(127.0.0.1)
 SlurmUser={user}
 SlurmdUser={user}
 AuthType=auth/munge
-AuthInfo=socket={folder}/munge.sock,cred_expire=10
+AuthInfo=socket={folder}/munge.sock,cred_expire=5
 CredType=cred/munge
 SlurmctldPort={port}
 StateSaveLocation={folder}/state
@@ -79,7 +79,7 @@ class Slurm:
             states[values["JobId"] if task is None else f"{values['ArrayJobId']}_{task}"] = values["JobState"]
         return states
 
-    def wait(self, job: str, timeout_seconds: float = 120) -> dict[str, str]:
+    def wait(self, job: str, timeout_seconds: float = 300) -> dict[str, str]:
         """The states of a job when all its tasks have ended."""
 
         def ended() -> bool:

@@ -5,7 +5,6 @@ from pathlib import Path
 import pytest
 
 from tests.cluster import slurm
-from tests.cluster.processes import wait_until
 
 pytestmark = pytest.mark.slow
 
@@ -17,17 +16,6 @@ def test_jobs_run_on_both_nodes(cluster: slurm.Slurm, tmp_path: Path) -> None:
     assert cluster.wait(job) == {f"{job}_0": "COMPLETED", f"{job}_1": "COMPLETED"}
     places = sorted((tmp_path / f"{task}.txt").read_text().split() for task in range(2))
     assert {node for node, _ in places} == {"n0", "n1"}
-
-
-def test_preempted_jobs_begin_anew(cluster: slurm.Slurm, tmp_path: Path) -> None:
-    script = "echo began >> low; test $(wc -l < low) = 2 || sleep 300"
-    words = ["sbatch", "--parsable", "--requeue", "--exclusive", "--nodes=2", "--wrap", script]
-    low = cluster.run(*words, folder=tmp_path)
-    wait_until((tmp_path / "low").exists, "the job began")
-    high = cluster.run("sbatch", "--parsable", "-p", "high", "--nodes=2", "--exclusive", "--wrap", "true")
-    assert cluster.wait(high) == {high: "COMPLETED"}
-    assert cluster.wait(low) == {low: "COMPLETED"}
-    assert (tmp_path / "low").read_text() == "began\nbegan\n"
 
 
 def test_jobs_can_depend_on_others(cluster: slurm.Slurm, tmp_path: Path) -> None:

@@ -132,7 +132,9 @@ def test_what_is_no_sign_is_passed_over(tmp_path: Path) -> None:
     assert [sign.worker for sign in read_status(tmp_path).workers] == ["a"]
 
 
-def test_pace_is_that_of_the_last_trials_times_the_workers(tmp_path: Path) -> None:
+def test_pace_is_that_of_the_last_trials_times_the_workers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    now = time.time()
+    monkeypatch.setattr(time, "time", lambda: now)
     study = new_study(tmp_path)
     for _ in range(5):  # long ago, at another pace
         add_complete(study, 1.0, num_forward_equivalent_tokens=1, seconds=50.0)
@@ -146,7 +148,10 @@ def test_pace_is_that_of_the_last_trials_times_the_workers(tmp_path: Path) -> No
     status = read_status(tmp_path)
     assert status.tokens_per_second == pytest.approx(2 * 50.0)
     spent = 5 + 31 * 100 + 25
-    assert status.seconds_left == pytest.approx(3 * spent / (2 * 50.0))
+    assert status.seconds_left == pytest.approx(3 * spent / (2 * 50.0), abs=1e-3)
+    write_sign(tmp_path, "b", 10, fraction=0.25)  # said when 1,000 tokens were not spent yet
+    left = read_status(tmp_path).seconds_left
+    assert left == pytest.approx(3 * (spent - 1000) / (2 * 50.0) - 10, abs=1e-3)
 
 
 def test_no_pace_and_no_time_left_where_nobody_works(tmp_path: Path) -> None:
