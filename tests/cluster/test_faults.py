@@ -129,7 +129,8 @@ def tasks_at_work(cluster: slurm.Slurm, job: str, run: Path) -> list[str]:
 def power_off(cluster: slurm.Slurm, node: str) -> None:
     """Kill all that runs on a virtual node, at once, and tell Slurm that it is down."""
     spool = str(cluster.folder / f"spool-{node}")
-    numbers = []
+    numbers: list[int] = []
+    stopped: set[int] = set()
     for process in Path("/proc").glob("[0-9]*"):
         try:
             environment = (process / "environ").read_bytes()
@@ -137,13 +138,16 @@ def power_off(cluster: slurm.Slurm, node: str) -> None:
             places = {os.readlink(process / "cwd"), *(os.readlink(each) for each in (process / "fd").iterdir())}
         except OSError:
             continue
+        if f"SLURM_CONF={cluster.folder}/slurm.conf\0".encode() not in environment:
+            continue
         of_slurm = "slurmstepd" in words or "slurmd" in words
         if f"SLURMD_NODENAME={node}\0".encode() in environment or (
             of_slurm and (f"-N {node}" in words or any(place.startswith(spool) for place in places))
         ):
             numbers.append(int(process.name))
-    for number in numbers:
-        os.kill(number, signal.SIGKILL)
+    for number in [*numbers, *reversed(numbers)]:  # at once: the first to die must not be reported by another
+        os.kill(number, signal.SIGSTOP if number not in stopped else signal.SIGKILL)
+        stopped.add(number)
     cluster.run("scontrol", "update", f"nodename={node}", "state=down", "reason=test")
 
 
