@@ -32,6 +32,7 @@ from ropesearch.search.config import (
 )
 from ropesearch.search.sharing_config import STORAGES, JournalConfig, StorageConfig, WorkerConfig
 from ropesearch.settings import group, setting
+from ropesearch.track.config import TRACKERS, NoTracking, TrackConfig
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -66,6 +67,7 @@ class SearchJob(JobConfig):
     budget: BudgetConfig = group(BudgetConfig)
     storage: StorageConfig = group(JournalConfig, STORAGES)
     worker: WorkerConfig = group(WorkerConfig)
+    track: TrackConfig = group(NoTracking, TRACKERS)
 
     def __post_init__(self) -> None:
         _check_seed(self.seed)
@@ -86,6 +88,7 @@ class SearchJob(JobConfig):
         self.worker.check()
         self.corpus.check()
         table_files(self.tables)
+        self.track.check()
 
 
 @dataclasses.dataclass(kw_only=True)

@@ -101,6 +101,8 @@ ALL_KEYS = {
         "storage.port",
         "worker.lease_seconds",
         "worker.grace_seconds",
+        "track.mode",  # wandb
+        "track.project",
     ],
     "evaluate": ["path", "run", "seed", "lengths", "device", "cache", *CORPUS_KEYS, *OBJECTIVE_KEYS],
     "verify": ["path", "levels", "max_logits_tokens"],
@@ -212,7 +214,11 @@ def test_nothing_given_gives_the_defaults_of_the_schema(job_name: str) -> None:
 
 @pytest.mark.parametrize(
     ("job_name", "preset"),
-    [*((name, None) for name in JOBS), *(("search", f"optimizer={name}") for name in OPTIMIZERS)],
+    [
+        *((name, None) for name in JOBS),
+        *(("search", f"optimizer={name}") for name in OPTIMIZERS),
+        ("search", "track=wandb"),
+    ],
 )
 def test_every_key_composes(job_name: str, preset: str | None) -> None:
     chosen = {preset} if preset else DEFAULTS
@@ -433,6 +439,7 @@ def test_presets_are_the_files_of_conf() -> None:
         "optimizer": ["auto", "blockwise", "cmaes", "evolution", "gradient", "random", "tpe"],
         "objective": ["guarded", "last_tokens", "needle", "perplexity", "two_objectives"],
         "storage": ["grpc", "journal", "postgresql"],
+        "track": ["none", "wandb"],
     }
 
 
@@ -441,7 +448,7 @@ def test_every_file_of_conf_extends_a_schema_and_belongs_to_a_job(file: Path) ->
     defaults = yaml.safe_load(file.read_text())["defaults"]
     group = file.parent.name if file.parent != conf_folder() else None
     schema = {"auto": "gradient"}.get(file.stem, file.stem)
-    assert defaults[0] == ("schema" if group and group not in ("optimizer", "storage") else f"schema_{schema}")
+    assert defaults[0] == ("schema" if group and group not in ("optimizer", "storage", "track") else f"schema_{schema}")
     assert file.stem in JOBS if group is None else any(group in groups_of(job.schema) for job in JOBS.values())
     for job_name, job in JOBS.items():
         if group in groups_of(job.schema):
