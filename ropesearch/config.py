@@ -33,6 +33,7 @@ from ropesearch.search.config import (
 )
 from ropesearch.search.sharing_config import STORAGES, JournalConfig, StorageConfig, WorkerConfig
 from ropesearch.settings import group, setting
+from ropesearch.track.config import TRACKERS, NoTracking, TrackConfig
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -44,7 +45,7 @@ class JobConfig:
 
 
 # Keys of a search that say how it is done, not what is sought: asked with others of these, it is the same run.
-NOT_IN_ITS_NAME = ("run", "budget", "cache", "weights", "worker", "launcher")
+NOT_IN_ITS_NAME = ("run", "budget", "cache", "weights", "worker", "launcher", "track")
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -72,6 +73,7 @@ class SearchJob(JobConfig):
     storage: StorageConfig = group(JournalConfig, STORAGES)
     worker: WorkerConfig = group(WorkerConfig)
     launcher: LauncherConfig = group(LocalConfig, LAUNCHERS)
+    track: TrackConfig = group(NoTracking, TRACKERS)
 
     def __post_init__(self) -> None:
         _check_seed(self.seed)
@@ -93,6 +95,7 @@ class SearchJob(JobConfig):
         self.launcher.check()
         self.corpus.check()
         table_files(self.tables)
+        self.track.check()
 
 
 @dataclasses.dataclass(kw_only=True)

@@ -61,6 +61,7 @@ from ropesearch.search.trials import regime_json
 from ropesearch.search.worker import SearchEvent
 from ropesearch.track.plots import plot_course, plot_factors, plot_front
 from ropesearch.track.progress import ProgressDisplay
+from ropesearch.tracking import SearchTracker
 
 _log = logging.getLogger(__name__)
 
@@ -110,6 +111,7 @@ def search(job: SearchJob) -> SearchOutcome:
     with contextlib.ExitStack() as stack:
         stack.enter_context(run.logged())
         display = stack.enter_context(ProgressDisplay())
+        tracker = stack.enter_context(SearchTracker(job.track, run.path, display.say))
         for note in [*notes, *table_notes]:
             _log.warning("%s", note)
             display.say(f"note: {note}")
@@ -152,9 +154,11 @@ def search(job: SearchJob) -> SearchOutcome:
         stack.callback(opened.store.close)
         run.describe(plain(job))
         presence = stack.enter_context(working(run.path, job.worker.lease_seconds, str(job.model.device)))
+        tracker.begin(opened, fingerprints, geometry, job.target_length, plain(job))
 
         def on_event(event: SearchEvent) -> None:
             display.show(f"{event.split} windows", event.spent_fraction, _best_so_far(event))
+            tracker.update(event)
 
         # What a study's server that is away cannot be told is on disk, and is read when the trial is gone on with.
         scored = scorer.score if isinstance(job.storage, JournalConfig) else scorer.kept
@@ -239,6 +243,7 @@ def search(job: SearchJob) -> SearchOutcome:
             rope_config = _written(run.path, checkpoint, source, rope_config, job.weights)
             levels = [level for level in VerifyLevel if level is not VerifyLevel.logits]
             findings = [] if job.weights is WeightsMode.none else verify_folder(checkpoint, levels)
+        tracker.result(rope_config, result)
         return SearchOutcome(
             run_folder=run.path,
             checkpoint_folder=checkpoint,

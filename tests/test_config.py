@@ -111,6 +111,8 @@ ALL_KEYS = {
         "launcher.gres",
         "launcher.num_cpus",
         "launcher.memory_gigabytes",
+        "track.mode",  # wandb
+        "track.project",
     ],
     "evaluate": ["path", "run", "seed", "lengths", "device", "cache", *CORPUS_KEYS, *OBJECTIVE_KEYS],
     "verify": ["path", "levels", "max_logits_tokens"],
@@ -118,7 +120,7 @@ ALL_KEYS = {
 }
 EACH_KEY = [(job_name, key) for job_name in JOBS for key in keys_of(JOBS[job_name].schema)]
 each_key = pytest.mark.parametrize(("job_name", "key"), EACH_KEY, ids=lambda value: getattr(value, "name", value))
-DEFAULTS = {"optimizer=gradient", "storage=journal", "launcher=local"}
+DEFAULTS = {"optimizer=gradient", "storage=journal", "launcher=local", "track=none"}
 
 # What shells, YAML, Hydra and OmegaConf make something of, and a user may have in the name of a folder.
 ODD_TEXTS = [
@@ -226,6 +228,7 @@ def test_nothing_given_gives_the_defaults_of_the_schema(job_name: str) -> None:
         *((name, None) for name in JOBS),
         *(("search", f"optimizer={name}") for name in OPTIMIZERS),
         *(("search", f"launcher={name}") for name in LAUNCHERS),
+        ("search", "track=wandb"),
     ],
 )
 def test_every_key_composes(job_name: str, preset: str | None) -> None:
@@ -451,6 +454,7 @@ def test_presets_are_the_files_of_conf() -> None:
         "objective": ["guarded", "last_tokens", "needle", "perplexity", "two_objectives"],
         "storage": ["grpc", "journal", "postgresql"],
         "launcher": ["local", "slurm"],
+        "track": ["none", "wandb"],
     }
 
 
@@ -459,7 +463,7 @@ def test_every_file_of_conf_extends_a_schema_and_belongs_to_a_job(file: Path) ->
     defaults = yaml.safe_load(file.read_text())["defaults"]
     group = file.parent.name if file.parent != conf_folder() else None
     schema = {"auto": "gradient"}.get(file.stem, file.stem)
-    has_variants = group in ("optimizer", "storage", "launcher")
+    has_variants = group in ("optimizer", "storage", "launcher", "track")
     assert defaults[0] == ("schema" if group and not has_variants else f"schema_{schema}")
     assert file.stem in JOBS if group is None else any(group in groups_of(job.schema) for job in JOBS.values())
     for job_name, job in JOBS.items():

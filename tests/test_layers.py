@@ -16,7 +16,7 @@ FLOORS = [
     {"model", "data"},
     {"score", "artifact"},
     {"search", "train", "evaluate", "track", "launch"},
-    {"config", "report", "scoring"},
+    {"config", "report", "scoring", "tracking"},
     {"pipeline", "status", "demo"},
     {"cli"},
 ]

@@ -1,4 +1,5 @@
-"""Pictures of a search: the factors against the baselines, the course of the scores, the front of two objectives."""
+"""Pictures of a search: the factors against the baselines, the loss by position, the course of the scores, the front of
+two objectives."""
 
 import io
 import math
@@ -78,6 +79,34 @@ def factors_figure(geometry: Geometry, target_length: int, regimes: Mapping[str,
     return figure
 
 
+def positions_figure(blocks: Mapping[str, Sequence[tuple[int, int, float]]]) -> Figure:
+    """Each method's nats per token over the position; `blocks` holds (first position, end, nats per token)."""
+    figure = Figure(figsize=(9.5, 4.5), layout="constrained")
+    axes = figure.subplots()
+    for name, steps in blocks.items():
+        searched = name == "searched"
+        positions: list[float] = []
+        nats_per_token: list[float] = []
+        for start, end, nats in steps:
+            if positions and positions[-1] != start:  # nothing was scored between
+                positions.append(math.nan)
+                nats_per_token.append(math.nan)
+            positions += [start, end]
+            nats_per_token += [nats, nats]
+        axes.plot(
+            positions,
+            nats_per_token,
+            label=name,
+            linewidth=2.2 if searched else 1.2,
+            color="black" if searched else None,
+        )
+    axes.set_xlabel("position in the window")
+    axes.set_ylabel("nats per token")
+    axes.set_title("loss by position on the search windows")
+    figure.legend(loc="outside right upper", fontsize="small")
+    return figure
+
+
 def course_figure(scores: Sequence[tuple[int, float]], baselines: Mapping[str, float]) -> Figure:
     """The perplexity of each candidate in order, the best so far, and the baselines' levels.
 
@@ -150,7 +179,12 @@ def _range(values: Sequence[float], shown: Sequence[float]) -> tuple[float | Non
     return lowest - margin, highest + margin
 
 
-def _write(path: Path, figure: Figure) -> None:
+def png(figure: Figure) -> bytes:
+    """A figure as the bytes of a PNG file."""
     picture = io.BytesIO()
     figure.savefig(picture, format="png", dpi=120)
-    write_bytes(path, picture.getvalue())
+    return picture.getvalue()
+
+
+def _write(path: Path, figure: Figure) -> None:
+    write_bytes(path, png(figure))

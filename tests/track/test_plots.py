@@ -13,7 +13,15 @@ from matplotlib.lines import Line2D
 
 from ropesearch.rope.geometry import Geometry
 from ropesearch.rope.regime import Regime
-from ropesearch.track.plots import course_figure, factors_figure, front_figure, plot_course, plot_factors, plot_front
+from ropesearch.track.plots import (
+    course_figure,
+    factors_figure,
+    front_figure,
+    plot_course,
+    plot_factors,
+    plot_front,
+    positions_figure,
+)
 
 GEOMETRY = Geometry(model_type="llama", head_dim=16, rotary_dim=16, original_length=64, rope_theta=100.0)
 LINEAR = Regime(name="linear", max_length=256, factors=(4.0,) * 8)
@@ -116,3 +124,14 @@ def test_files_are_pictures(scores: list[tuple[int, float]], tmp_path: Path) -> 
         picture = imread(path)
         assert picture.shape == (540, 1140, 4)
         assert 0 < (picture[..., :3] < 0.5).mean() < 0.5  # ink on paper
+
+
+def test_loss_is_drawn_by_position_with_gaps_where_nothing_was_scored() -> None:
+    blocks = {"linear": [(0, 8, 2.0), (8, 16, 2.5)], "searched": [(0, 8, 1.5), (24, 32, 3.0)]}
+    figure = positions_figure(blocks)
+    lines = lines_of(figure)
+    assert lines["linear"].get_xydata().tolist() == [[0, 2.0], [8, 2.0], [8, 2.5], [16, 2.5]]
+    searched = np.asarray(lines["searched"].get_xydata())
+    assert searched[[0, 1, 3, 4]].tolist() == [[0, 1.5], [8, 1.5], [24, 3.0], [32, 3.0]]
+    assert np.isnan(searched[2]).all()
+    assert legend_of(figure) == ["linear", "searched"]
