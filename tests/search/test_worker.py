@@ -40,6 +40,7 @@ from ropesearch.search.trials import (
     violation,
 )
 from ropesearch.search.worker import SearchEvent
+from ropesearch.stopping import Stopped, Stopping
 from tests.search.analytic import (
     BASELINES,
     FINGERPRINTS,
@@ -249,6 +250,54 @@ def test_an_interrupt_leaves_a_trial_that_is_taken_over(tmp_path: Path) -> None:
     run(tmp_path)
     taken = study_of(tmp_path).get_trials()[3]
     assert taken.state is TrialState.COMPLETE and taken.user_attrs[OWNER] != owner
+
+
+@pytest.mark.parametrize("finishes", [False, True], ids=["while it runs", "and finishes"])
+def test_a_worker_that_had_seemed_dead_leaves_its_trial_to_the_new_owner(finishes: bool, tmp_path: Path) -> None:
+    """It was suspended within a scoring for longer than its lease; another worker took the trial over."""
+    calls: list[str] = []
+
+    def scoring(regime: Regime, split: str) -> Score:
+        if regime.name == "yarn" and split == "search" and not calls:
+            calls.append("suspended")
+            study = study_of(tmp_path)
+            study._storage.set_trial_user_attr(study.get_trials()[3]._trial_id, OWNER, "another")
+            if finishes:
+                other = study.get_trials()[3]
+                study._storage.set_trial_user_attr(other._trial_id, "score", make_score(0.5).to_json())
+                study.tell(3, 0.5)
+        return evaluate(regime, split)
+
+    result = run(tmp_path, score=scoring)
+    trial = study_of(tmp_path).get_trials()[3]
+    assert trial.state is TrialState.COMPLETE and result.num_trials == 34
+    if finishes:  # as the other one told it
+        assert trial.value == 0.5 and trial.user_attrs[OWNER] == "another"
+    else:  # "another" has no sign of life, so it is taken over again, and scored anew
+        assert trial.value == evaluate(BASELINES[3], "search").nats_per_token and trial.user_attrs[OWNER] != "another"
+
+
+def test_a_schedulers_signal_lets_a_trial_be_finished_that_is_nearly_done(tmp_path: Path) -> None:
+    """The pace is known from the trials before; a grace of hours is enough for any, one of nothing for none."""
+    for grace_seconds, num_done in ((3600.0, 6), (0.0, 5)):
+        folder = tmp_path / str(grace_seconds)
+        stopping = Stopping("again")
+        num_calls = 0
+
+        def scoring(regime: Regime, split: str) -> Score:
+            nonlocal num_calls
+            num_calls += 1
+            if num_calls == 6:
+                signal.raise_signal(signal.SIGTERM)
+            time.sleep(0.01)
+            return evaluate(regime, split)
+
+        with stopping.listening(until_the_end=False), pytest.raises(Stopped, match="SIGTERM"):
+            run(folder, score=scoring, grace_seconds=grace_seconds)
+        trials = [trial for trial in study_of(folder).get_trials() if "reused_from" not in trial.user_attrs]
+        assert sum(trial.state is TrialState.COMPLETE for trial in trials) == num_done
+        assert [sign["because"] for sign in read_signs(folder)] == ["SIGTERM"]
+        assert stopping.exit_code == 75
 
 
 def test_a_trial_without_owner_or_candidate_is_taken_over(

@@ -1,0 +1,70 @@
+"""ropesearch/stopping.py within one process; tests/faults/test_signals.py sends signals to real searches."""
+
+import signal
+from collections.abc import Iterator
+
+import pytest
+
+from ropesearch.stopping import Stopped, Stopping, finishing
+
+
+@pytest.fixture
+def stopping() -> Iterator[Stopping]:
+    found = Stopping("again")
+    with found.listening(until_the_end=False):
+        yield found
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR2, signal.SIGHUP, signal.SIGINT])
+def test_a_signal_is_raised_with_its_name(number: signal.Signals, stopping: Stopping) -> None:
+    with pytest.raises(Stopped) as caught:
+        signal.raise_signal(number)
+    assert caught.value.signal_name == number.name and stopping.asked
+    assert stopping.exit_code == (130 if number is signal.SIGINT else 75)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR2])
+def test_what_is_nearly_done_is_finished_first(number: signal.Signals, stopping: Stopping) -> None:
+    done = []
+    with pytest.raises(Stopped, match=number.name), finishing(lambda: True):
+        signal.raise_signal(number)
+        done.append("finished")
+    assert done == ["finished"] and stopping.exit_code == 75
+
+
+@pytest.mark.parametrize(("number", "nearly"), [(signal.SIGTERM, False), (signal.SIGINT, True), (signal.SIGHUP, True)])
+def test_what_takes_long_or_nobody_asked_to_wait_for_is_not(
+    number: signal.Signals, nearly: bool, stopping: Stopping
+) -> None:
+    done = []
+    with pytest.raises(Stopped), finishing(lambda: nearly):
+        signal.raise_signal(number)
+        done.append("finished")
+    assert done == [] and stopping.asked
+
+
+def test_behind_the_block_a_signal_is_raised_at_once(stopping: Stopping) -> None:
+    with finishing(lambda: True):
+        pass
+    with pytest.raises(Stopped):
+        signal.raise_signal(signal.SIGTERM)
+
+
+def test_an_error_in_the_block_is_not_hidden_by_the_signal(stopping: Stopping) -> None:
+    with pytest.raises(ValueError, match="own"), finishing(lambda: True):
+        signal.raise_signal(signal.SIGTERM)
+        raise ValueError("own")
+    with finishing(lambda: True):  # nor is the signal met again later
+        pass
+    assert stopping.asked
+
+
+def test_usr2_is_left_to_who_heeds_it_already() -> None:
+    heard = []
+    before = signal.signal(signal.SIGUSR2, lambda number, frame: heard.append(number))
+    try:
+        with Stopping("again").listening(until_the_end=False):
+            signal.raise_signal(signal.SIGUSR2)
+        assert heard == [signal.SIGUSR2]
+    finally:
+        signal.signal(signal.SIGUSR2, before)
