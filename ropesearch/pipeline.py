@@ -41,6 +41,7 @@ from ropesearch.model.own import UNSCALED, UNSCALED_LONG
 from ropesearch.report import EvaluateOutcome, SearchOutcome, VerifyOutcome
 from ropesearch.rope.regime import Regime
 from ropesearch.run_folder import RunFolder, versions
+from ropesearch.score.config import ScoringConfig
 from ropesearch.score.gradient import GRADIENT_COST
 from ropesearch.score.objective import objective_of
 from ropesearch.score.scorer import forward_equivalent_tokens, scoring_identity
@@ -204,8 +205,7 @@ def search(job: SearchJob) -> SearchOutcome:
         between = [
             length for length in job.objective.lengths if length not in (job.target_length, geometry.original_length)
         ]
-        rows: list[Evaluation] = []
-        failures: list[str] = []
+        tables_at: list[tuple[int, dict[str, RegimeAt], ScoringConfig]] = []
         for length, regimes, scoring in (
             (job.target_length, at_target, job.objective),
             *((length, at_target, job.objective) for length in between),
@@ -213,6 +213,18 @@ def search(job: SearchJob) -> SearchOutcome:
         ):
             at: dict[str, RegimeAt] = {name: functools.partial(_constant, regime) for name, regime in regimes.items()}
             at[UNSCALED] = own.regime_at
+            tables_at.append((length, at, scoring))
+        held_out = [
+            (regime_at(length), windows["held_out"].cut(length), scoring)
+            for length, at, scoring in tables_at
+            for regime_at in at.values()
+        ]
+        if needles:
+            held_out += [(regime, needles["held_out"], job.objective) for regime in at_target.values()]
+        scorer.keep_together(held_out, opened, presence, display)
+        rows: list[Evaluation] = []
+        failures: list[str] = []
+        for length, at, scoring in tables_at:
             rows += perplexity_rows(scorer, windows["held_out"], at, [length], scoring, display, failures)
         needle_rows: list[NeedleEvaluation] = []
         if needles:

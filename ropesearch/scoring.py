@@ -1,8 +1,10 @@
 """What a job scores and how: regimes on windows, with what is known already read from the run."""
 
+import contextlib
 import dataclasses
 import functools
 import logging
+import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -10,6 +12,7 @@ from ropesearch.data.windows import Windows, check_vocabulary, needle_windows
 from ropesearch.errors import ScoringError
 from ropesearch.evaluate.needle import NeedleEvaluation, needle_row
 from ropesearch.evaluate.perplexity import Evaluation, RegimeAt, perplexity_table
+from ropesearch.files import sha256_of_json
 from ropesearch.model.install import installed, prove_installable
 from ropesearch.model.load import LoadedModel
 from ropesearch.rope.regime import Regime
@@ -19,6 +22,9 @@ from ropesearch.score.objective import Objective
 from ropesearch.score.score import Score
 from ropesearch.score.scorer import prove_scorer, score_windows
 from ropesearch.score.store import ScoreStore
+from ropesearch.search.once import POLL_SECONDS
+from ropesearch.search.presence import Presence
+from ropesearch.search.study import OpenStudy
 from ropesearch.search.trials import Step, regime_json
 from ropesearch.track.progress import ProgressDisplay
 
@@ -33,6 +39,7 @@ class JobScorer:
     identity: Callable[[Windows, ScoringConfig], dict[str, Any]]
     store: ScoreStore
     last_tokens: int | None = None
+    failures: dict[str, ScoringError] = dataclasses.field(default_factory=dict)  # of `kept`, which are not tried again
 
     @functools.cached_property
     def loaded(self) -> LoadedModel:
@@ -81,15 +88,63 @@ class JobScorer:
         scoring: ScoringConfig,
         spans: Sequence[tuple[int, int]] | None = None,
     ) -> Score:
-        """As `score`, but a score that the run already holds is read."""
+        """As `score`, but what the run already holds is read, and what could not be scored is not tried again."""
+        depends_on = self._depends_on(regime, windows, scoring, spans)
+        score = self.store.get(depends_on)
+        if score is None:
+            key = sha256_of_json(depends_on)
+            if key in self.failures:
+                raise self.failures[key]
+            try:
+                score = self.score(regime, windows, scoring, spans)
+            except ScoringError as error:
+                self.failures[key] = error
+                raise
+            self.store.put(depends_on, score)
+        return score
+
+    def keep_together(
+        self,
+        tasks: Sequence[tuple[Regime, Windows, ScoringConfig]],
+        opened: OpenStudy,
+        presence: Presence,
+        display: ProgressDisplay,
+    ) -> None:
+        """Score what the run does not hold yet, each task by one of the study's workers that are at this point too, and
+        return when `kept` has all. What cannot be scored is left for it to fail at.
+        """
+        phase = "held-out windows"
+        waiting = list(tasks)
+        while waiting:
+            left = []
+            for place, task in enumerate(waiting, start=1):
+                depends_on = self._depends_on(*task)
+                if self.store.get(depends_on) is None:
+                    claim = f"kept/{sha256_of_json(depends_on)}"
+                    if not opened.claim(claim, presence):
+                        left.append(task)
+                        continue
+                    with contextlib.suppress(ScoringError):
+                        self.kept(*task)
+                    opened.disclaim(claim)
+                fraction = 1 - (len(left) + len(waiting) - place) / len(tasks)
+                presence.show(phase=phase, fraction=fraction)
+                display.show(phase, fraction)
+            if len(left) == len(waiting):
+                time.sleep(POLL_SECONDS)  # all that is left is being scored by other workers, which may die
+            waiting = left
+
+    def _depends_on(
+        self,
+        regime: Regime,
+        windows: Windows,
+        scoring: ScoringConfig,
+        spans: Sequence[tuple[int, int]] | None = None,
+    ) -> dict[str, Any]:
         depends_on = {**self.identity(windows, scoring), "regime": regime_json(regime)}
         if spans is not None:
             depends_on["spans"] = [list(span) for span in spans]
-        score = self.store.get(depends_on)
-        if score is None:
-            score = self.score(regime, windows, scoring, spans)
-            self.store.put(depends_on, score)
-        return score
+        return depends_on
 
 
 def perplexity_rows(
