@@ -128,26 +128,25 @@ def tasks_at_work(cluster: slurm.Slurm, job: str, run: Path) -> list[str]:
 
 def power_off(cluster: slurm.Slurm, node: str) -> None:
     """Kill all that runs on a virtual node, at once, and tell Slurm that it is down."""
-    spool = str(cluster.folder / f"spool-{node}")
-    numbers: list[int] = []
-    stopped: set[int] = set()
+    numbers: set[int] = set()
     for process in Path("/proc").glob("[0-9]*"):
         try:
             environment = (process / "environ").read_bytes()
-            words = (process / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
-            places = {os.readlink(process / "cwd"), *(os.readlink(each) for each in (process / "fd").iterdir())}
+            command = (process / "cmdline").read_bytes().split(b"\0")
+            parent = int((process / "stat").read_text().rpartition(")")[2].split()[1])
         except OSError:
             continue
         if f"SLURM_CONF={cluster.folder}/slurm.conf\0".encode() not in environment:
             continue
-        of_slurm = "slurmstepd" in words or "slurmd" in words
-        if f"SLURMD_NODENAME={node}\0".encode() in environment or (
-            of_slurm and (f"-N {node}" in words or any(place.startswith(spool) for place in places))
-        ):
-            numbers.append(int(process.name))
-    for number in [*numbers, *reversed(numbers)]:  # at once: the first to die must not be reported by another
-        os.kill(number, signal.SIGSTOP if number not in stopped else signal.SIGKILL)
-        stopped.add(number)
+        if f"SLURMD_NODENAME={node}\0".encode() in environment:
+            numbers.add(int(process.name))
+            if Path(f"/proc/{parent}/cmdline").read_bytes().startswith(b"slurmstepd"):
+                numbers.add(parent)
+        elif command[0] == b"slurmd" and node.encode() in command:
+            numbers.add(int(process.name))
+    for kind in (signal.SIGSTOP, signal.SIGKILL):  # so that none is left to report the death of another
+        for number in numbers:
+            os.kill(number, kind)
     cluster.run("scontrol", "update", f"nodename={node}", "state=down", "reason=test")
 
 
