@@ -207,7 +207,9 @@ def test_four_workers_that_are_killed_preempted_requeued_and_powered_off_lose_no
     best = min((values[0], number) for number, _, values, _ in quiet)
     assert (status.best.nats_per_token, status.best.number) == best
     reasons = Counter(sign["because"] for sign in read_signs(run))
-    assert reasons["lost"] >= 2 and reasons["SIGTERM"] >= 2 and reasons["done"] >= 3
+    # A worker that owned no trial when it was killed is lost to nobody, and its last sign stays.
+    assert reasons["SIGTERM"] >= 1 and reasons["lost"] >= 1 and reasons["done"] >= 3, reasons
+    assert sum(reasons.values()) - reasons["done"] >= 4, reasons
     shown = subprocess.run(
         [sys.executable, "-m", "ropesearch.cli", "status", str(run), "--json"],
         capture_output=True,
