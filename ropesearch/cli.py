@@ -164,8 +164,8 @@ def _help_page(job_name: str) -> str:
     lines += ["", f"keys ({job.path_meaning} is short for {job.main_key}):"]
     preset = None
     for key in config.keys_of(job.schema):
-        if key.preset not in (None, preset):
-            lines.append(f"  with {key.preset}:")
+        if key.preset != preset:
+            lines.append(f"  with {key.preset or 'any preset'}:")
         preset = key.preset
         lines.append(f"  {key.name}={_shown(key.default)}")
         lines.append(f"      {config.type_name(key)}: {key.meaning}")
