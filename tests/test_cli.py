@@ -99,7 +99,7 @@ def test_help_of_a_job_lists_every_key_with_type_default_and_meaning(job_name: s
             assert f"  {key.name}={default}\n      {config.type_name(key)}: {key.meaning}\n" in section + "\n"
         else:  # and no other under it
             above = out.split(f"\n  {key.name}={default}\n")[0].split("\n  with ")
-            assert len(above) == 1 or above[-1].startswith("any preset:\n")
+            assert len(above) == 1 or above[-1].startswith("any preset:")
     assert f"{config.JOBS[job_name].path_meaning} is short for {config.JOBS[job_name].main_key}" in out
     assert main(["-h", job_name, "whatever", "zzz=1"]) == 0  # help first, whatever else is wrong
 
