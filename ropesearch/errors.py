@@ -13,6 +13,12 @@ class InputError(RopesearchError):
     exit_code = 2
 
 
+class UnreachableError(RopesearchError):
+    """A server that the work depends on does not answer: the same command goes on when it does, as after a stop."""
+
+    exit_code = 75
+
+
 class BindingError(RopesearchError):
     """A rope_config.json and the checkpoint it is used with do not belong together."""
 

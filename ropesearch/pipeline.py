@@ -99,6 +99,11 @@ def search(job: SearchJob) -> SearchOutcome:
     windows = guiding_windows(objective, texts, needles)
     num_windows = windows["search"].num_windows
     sampler = make_sampler(space, job.optimizer, job.seed, seeds, len(baselines), num_windows)
+    if job.budget.num_trials is not None and job.budget.num_trials > sampler.num_candidates:
+        notes.append(
+            f"the search ends after {sampler.num_candidates} candidates, before the {job.budget.num_trials} of "
+            f"budget.num_trials: optimizer.{sampler.limit} is a limit too; raise it for more"
+        )
     cost_tokens = forward_equivalent_tokens(windows["search"], objective.spans)
     step_cost_tokens = GRADIENT_COST * job.target_length
     rule = race_rule(job.racing, job.selection, sampler, objective, num_windows)

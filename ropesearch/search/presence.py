@@ -130,7 +130,9 @@ class Presence:
             sign = _parsed(path.read_bytes())
             if sign.get("state") == "working":
                 write_json(path, {**sign, "state": "ended", "because": "lost", "trial": None})
-            _lock_path(self._run_folder, worker).unlink(missing_ok=True)
+            lock = _lock_path(self._run_folder, worker)
+            if not is_held(lock):  # one that is suspended holds it still, and may come back
+                lock.unlink(missing_ok=True)
 
     def _look_at(self, worker: str) -> _Seen:
         content = None

@@ -11,6 +11,7 @@ import hashlib
 import json
 import logging
 import os
+import re
 import time
 import uuid
 import warnings
@@ -25,7 +26,7 @@ import sqlalchemy
 from optuna.exceptions import ExperimentalWarning, StorageInternalError, UpdateFinishedTrialError
 from optuna.storages import BaseStorage, JournalStorage, RDBStorage
 
-from ropesearch.errors import InputError
+from ropesearch.errors import InputError, UnreachableError
 from ropesearch.files import write_json
 from ropesearch.search.journal import Journal
 from ropesearch.search.ownership import exclusive
@@ -62,8 +63,8 @@ class Store:
 def open_store(run_folder: Path, config: StorageConfig) -> Store:
     """Open the storage of the study in `run_folder`; its name is made up and kept there when it is new.
 
-    Raises InputError when the folder's study is elsewhere, the journal is damaged, a library is missing, or no server
-    answers.
+    Raises InputError when the folder's study is elsewhere, the journal is damaged, a library is missing, or a server
+    refuses, UnreachableError when none answers.
     """
     optuna.logging.set_verbosity(optuna.logging.WARNING)
     if isinstance(config, JournalConfig):
@@ -84,17 +85,22 @@ def open_store(run_folder: Path, config: StorageConfig) -> Store:
             f"{run_folder} holds a search whose study is in {JOURNAL_NAME}, and another storage was asked; leave "
             "storage= out, or give another run folder"
         )
-    study_name, is_there = _study_name(run_folder, config)
+    _check_place(run_folder, config)
+    lock: Callable[[str], AbstractContextManager[None]]
     if isinstance(config, PostgresqlConfig):
-        engine = _engine_of(config.url)
-        rdb = open_postgresql(config.url)
-        storage, lock = optuna.storages.get_storage(rdb), lambda: _locked(engine, study_name)
-        close = functools.partial(_close, rdb)
+        was_begun = (run_folder / WHERE_NAME).exists()
+        rdb = open_postgresql(config.url, _PATIENCE_SECONDS if was_begun else 0.0)
+        storage, close = optuna.storages.get_storage(rdb), functools.partial(_close, rdb)
+        lock = functools.partial(_locked, _engine_of(config.url))
     elif isinstance(config, GrpcConfig):
-        storage, lock = _open_grpc(config), lambda: exclusive(run_folder)
+        storage = _open_grpc(config)
         close = storage.close
+
+        def lock(study_name: str) -> AbstractContextManager[None]:
+            return exclusive(run_folder)
     else:
         raise InputError(f"storage: expected a known one, got {type(config).__name__}")
+    study_name, is_there = _study_name(run_folder, config)  # not before a server has answered
     patient = Patient(storage)
     if is_there:
         try:
@@ -104,7 +110,13 @@ def open_store(run_folder: Path, config: StorageConfig) -> Store:
                 f"{run_folder / WHERE_NAME} names the study {study_name}, which is not in the storage that was asked; "
                 f"give the one that it was begun in ({_shown_place(run_folder)}), or another run folder"
             ) from error
-    return Store(storage=patient, study_name=study_name, exclusive=lock, together=contextlib.nullcontext, close=close)
+    return Store(
+        storage=patient,
+        study_name=study_name,
+        exclusive=lambda: lock(study_name),
+        together=contextlib.nullcontext,
+        close=close,
+    )
 
 
 def open_for_reading(run_folder: Path) -> tuple[BaseStorage, str] | None:
@@ -168,12 +180,17 @@ def _study_name(run_folder: Path, config: StorageConfig) -> tuple[str, bool]:
         finally:
             own.unlink()
     name, there = _named(run_folder)
-    if there["name"] != place["name"]:
+    return name, there != place
+
+
+def _check_place(run_folder: Path, config: StorageConfig) -> None:
+    """InputError where the run folder's study is in another kind of storage."""
+    asked = _place(config)["name"]
+    if (run_folder / WHERE_NAME).exists() and _named(run_folder)[1]["name"] != asked:
         raise InputError(
             f"{run_folder} holds a search whose study is kept elsewhere ({_shown_place(run_folder)}), and "
-            f"storage={place['name']} was asked; give that storage, or another run folder"
+            f"storage={asked} was asked; give that storage, or another run folder"
         )
-    return name, there != place
 
 
 def _named(run_folder: Path) -> tuple[str, dict[str, Any]]:
@@ -215,16 +232,26 @@ def _postgresql_errors(url: str) -> Iterator[None]:
     except ImportError as error:
         raise InputError(f"storage=postgresql needs psycopg: pip install 'ropesearch[postgresql]' ({error})") from error
     except (sqlalchemy.exc.SQLAlchemyError, StorageInternalError) as error:
+        if is_away(error):
+            raise UnreachableError(
+                f"storage.url: no PostgreSQL server answers at {url} ({_reason(error)}); give the same command again "
+                "when it does"
+            ) from error
         raise InputError(
             f"storage.url: expected a PostgreSQL server that lets this user make tables, got {_reason(error)} from "
             f"{url}; check the server, the password (PGPASSWORD or ~/.pgpass) and the rights"
         ) from error
 
 
-def open_postgresql(url: str) -> RDBStorage:
-    """The server's storage, its tables made where they are not there yet. Raises InputError when that cannot be."""
+def open_postgresql(url: str, patience_seconds: float = 0.0) -> RDBStorage:
+    """The server's storage, its tables made where they are not there yet.
+
+    Raises InputError when the server refuses, UnreachableError when none answers for `patience_seconds`.
+    """
     with _postgresql_errors(url):
-        _engine_of(url).connect().close()  # a server that is not there is said at once, not waited for
+        if patience_seconds:
+            patiently(lambda: _engine_of(url).connect().close(), patience_seconds=patience_seconds)
+        _engine_of(url).connect().close()  # where none ever answered, that is said and not waited for
         with _locked(_engine_of(url), _TABLES_LOCK):  # two workers at once would make the tables twice
             return RDBStorage(url, engine_kwargs=_engine_options())
 
@@ -271,7 +298,7 @@ def _open_grpc(config: GrpcConfig) -> BaseStorage:
     except ImportError as error:
         raise InputError(f"storage=grpc needs grpcio: pip install 'ropesearch[grpc]' ({error})") from error
     except ConnectionError as error:
-        raise InputError(
+        raise UnreachableError(
             f"storage.host: expected a gRPC proxy at {config.host}:{config.port}, got no answer in {_CONNECT_SECONDS} "
             "seconds; start it with python -m ropesearch.search.proxy"
         ) from error
@@ -281,12 +308,13 @@ def _open_grpc(config: GrpcConfig) -> BaseStorage:
 def patiently(
     call: Callable[[], Any],
     *,
+    patience_seconds: float = _PATIENCE_SECONDS,
     clock: Callable[[], float] = time.monotonic,
     sleep: Callable[[float], None] = time.sleep,
 ) -> Any:
     """What `call` returns; tried again, with growing pauses, while the storage cannot be reached.
 
-    Raises InputError when that took ten minutes.
+    Raises UnreachableError when that took `patience_seconds`.
     """
     started, pause = clock(), 0.5
     has_waited = False
@@ -298,13 +326,13 @@ def patiently(
                 return True
             raise
         except Exception as error:
-            if not is_connection_loss(error):
+            if not is_away(error):
                 raise
             waited = clock() - started
-            if waited >= _PATIENCE_SECONDS:
-                raise InputError(
-                    f"the study's storage could not be reached for {waited / 60:.0f} minutes ({_reason(error)}); what "
-                    "was scored is kept: go on with the same command when it is back"
+            if waited >= patience_seconds:
+                raise UnreachableError(
+                    f"the study's storage could not be reached for {waited:.0f} seconds ({_reason(error)}); what was "
+                    "scored is kept: go on with the same command when it is back"
                 ) from error
             if not has_waited:
                 _log.warning("the study's storage cannot be reached, trying again: %s", _reason(error))
@@ -317,12 +345,20 @@ def patiently(
             return result
 
 
-def is_connection_loss(error: BaseException | None) -> bool:
-    """Whether an error of a storage, or what it was raised from, is a connection that broke or was refused."""
+def is_away(error: BaseException | None) -> bool:
+    """Whether an error of a storage, or what led to it, is a connection that broke or was not answered; one that was
+    refused by a server that is there (a wrong password, no such database) is not.
+    """
     while error is not None:
+        refusal = re.search(
+            r"FATAL:\s+(?!\s|the database system is|terminating connection)|no password supplied", str(error)
+        )
+        if refusal:
+            return False
         name, libraries = type(error).__name__, {base.__module__.partition(".")[0] for base in type(error).__mro__}
         if "sqlalchemy" in libraries and (
-            name in ("OperationalError", "InterfaceError") or getattr(error, "connection_invalidated", False)
+            name in ("OperationalError", "InterfaceError", "PendingRollbackError")
+            or getattr(error, "connection_invalidated", False)
         ):
             return True
         if "grpc" in libraries and str(getattr(error, "code", lambda: "")()) in (
@@ -330,7 +366,7 @@ def is_connection_loss(error: BaseException | None) -> bool:
             "StatusCode.UNKNOWN",  # what the proxy answers where its own database is away
         ):
             return True
-        error = error.__cause__
+        error = error.__cause__ or error.__context__
     return False
 
 

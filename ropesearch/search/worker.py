@@ -248,7 +248,7 @@ class Worker:
         known = trial.user_attrs
         self.presence.show(trial=trial.number)
         self.pace.begin(self.limits.cost_of(known.get(PLAN)) - known.get(COST, 0))
-        with suppress(_Lost), finishing(lambda: self.pace.seconds_left() < self.grace_seconds):
+        with finishing(lambda: self.pace.seconds_left() < self.grace_seconds), suppress(_Lost):
             self._finish(trial)
         self.presence.show(trial=None)
 

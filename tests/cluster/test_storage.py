@@ -158,10 +158,10 @@ def test_the_lock_is_one_workers_at_a_time_and_freed_by_a_lost_connection(postgr
     store.close()
 
 
-def stop(server: postgres.Postgres) -> None:
-    """A fast shutdown, which breaks all connections."""
+def stop(server: postgres.Postgres, how: signal.Signals) -> None:
+    """A shutdown that breaks all connections: fast (SIGINT) or immediate (SIGQUIT), as after a crash."""
     pid_file = server.folder / "data" / "postmaster.pid"
-    os.kill(int(pid_file.read_text().split()[0]), signal.SIGINT)
+    os.kill(int(pid_file.read_text().split()[0]), how)
     wait_until(lambda: not pid_file.exists(), "PostgreSQL is down")
 
 
@@ -178,7 +178,7 @@ def test_a_server_that_goes_away_within_a_scoring_is_waited_for(
         def scoring(regime: Any, split: str) -> Any:
             calls.append(f"{split} {regime.factors} {regime.attention_factor}")
             if len(calls) in (6, 12):
-                stop(server)
+                stop(server, signal.SIGINT if len(calls) == 6 else signal.SIGQUIT)
                 timers.append(threading.Timer(2.0, lambda: stack.enter_context(server.serving())))
                 timers[-1].start()
             return analytic.evaluate(regime, split)

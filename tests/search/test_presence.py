@@ -141,6 +141,24 @@ def test_a_hung_worker_of_this_machine_is_dead_after_the_lease(
         assert not one.is_alive(other.id)
 
 
+def test_a_suspended_worker_that_was_buried_comes_back_to_life(
+    make: Callable[..., Presence], clock: Clock, tmp_path: Path
+) -> None:
+    one, other = make(), make()
+    with claimed(tmp_path / "workers" / f"{other.id}.lock") as held:
+        other.show(has_lock=held)
+        other.beat()
+        one.beat()
+        watch(one, clock, 6)
+        assert not one.is_alive(other.id)
+        one.bury(other.id)
+        assert not one.is_alive(other.id)
+        other.beat()
+        assert one.is_alive(other.id)
+        watch(one, clock, 20, other)
+        assert one.is_alive(other.id)
+
+
 def test_a_killed_worker_of_this_machine_is_dead_at_once_and_is_buried(tmp_path: Path) -> None:
     process = subprocess.Popen([sys.executable, "-c", HOLD, str(tmp_path)], stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None

@@ -1,4 +1,3 @@
-import contextlib
 import json
 import socket
 from collections.abc import Callable
@@ -12,9 +11,9 @@ import sqlalchemy
 from optuna.exceptions import StorageInternalError, UpdateFinishedTrialError
 from optuna.storages import BaseStorage, InMemoryStorage
 
-from ropesearch.errors import InputError
+from ropesearch.errors import InputError, UnreachableError
 from ropesearch.search.sharing_config import GrpcConfig, JournalConfig, PostgresqlConfig, WorkerConfig
-from ropesearch.search.storage import Patient, is_connection_loss, open_for_reading, open_store, patiently
+from ropesearch.search.storage import Patient, is_away, open_for_reading, open_store, patiently
 from ropesearch.search.study import open_study
 from tests.search.analytic import FINGERPRINTS, make_sampler
 
@@ -61,26 +60,42 @@ def test_leases_that_are_refused(lease_seconds: float) -> None:
         WorkerConfig(grace_seconds=-1.0).check()
 
 
-def test_no_server_is_said_at_once_without_waiting(tmp_path: Path) -> None:
+def test_no_server_is_said_at_once_and_binds_the_run_folder_to_nothing(tmp_path: Path) -> None:
     url = NOWHERE.format(free_port())
-    with pytest.raises(InputError, match=r"storage\.url: expected a PostgreSQL server .*refused.* check the server"):
+    with pytest.raises(UnreachableError, match=r"storage\.url: no PostgreSQL server answers at .*refused"):
         open_store(tmp_path, PostgresqlConfig(url=url))
-    with pytest.raises(InputError, match=r"storage\.url: expected a PostgreSQL server"):
+    assert list(tmp_path.iterdir()) == []
+    begun_at(tmp_path, url)
+    with pytest.raises(UnreachableError, match=r"storage\.url: no PostgreSQL server answers at"):
         open_for_reading(tmp_path)
+
+
+def test_a_server_of_a_search_that_was_begun_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pauses: list[float] = []
+    monkeypatch.setattr("ropesearch.search.storage._PATIENCE_SECONDS", 0.05)
+    monkeypatch.setattr("time.sleep", pauses.append)
+    url = NOWHERE.format(free_port())
+    begun_at(tmp_path, url)
+    with pytest.raises(UnreachableError, match="go on with the same command when it is back"):
+        open_store(tmp_path, PostgresqlConfig(url=url))
+    assert UnreachableError.exit_code == 75
+
+
+def begun_at(folder: Path, url: str) -> None:
+    place = {"name": "postgresql", "url": url}
+    (folder / "study.json").write_text(json.dumps({"study_name": "ropesearch-0", "storage": place}))
 
 
 def test_no_proxy_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("ropesearch.search.storage._CONNECT_SECONDS", 0.1)
-    with pytest.raises(InputError, match=r"storage\.host: expected a gRPC proxy at 127\.0\.0\.1:.*got no answer"):
+    with pytest.raises(UnreachableError, match=r"storage\.host: expected a gRPC proxy at 127\.0\.0\.1:.*got no answer"):
         open_store(tmp_path, GrpcConfig(host="127.0.0.1", port=free_port()))
 
 
 def test_a_run_folder_has_one_storage(tmp_path: Path) -> None:
     url = NOWHERE.format(free_port())
-    with contextlib.suppress(InputError):
-        open_store(tmp_path / "server", PostgresqlConfig(url=url)) if (tmp_path / "server").mkdir() is None else None
-    name = json.loads((tmp_path / "server" / "study.json").read_bytes())["study_name"]
-    assert name.startswith("ropesearch-")
+    (tmp_path / "server").mkdir()
+    begun_at(tmp_path / "server", url)
     with pytest.raises(InputError, match=r"kept elsewhere \(storage=postgresql, storage\.url=postgresql.*\), and"):
         open_store(tmp_path / "server", JournalConfig())
     with pytest.raises(InputError, match="storage=grpc was asked"):
@@ -131,10 +146,15 @@ LOST = sqlalchemy.exc.OperationalError("select", {}, Exception("server closed th
         (Unreachable(grpc.StatusCode.UNKNOWN), True),
         (Unreachable(grpc.StatusCode.INVALID_ARGUMENT), False),
         (KeyError("study"), False),
+        (sqlalchemy.exc.OperationalError("connect", {}, Exception("FATAL:  password authentication failed")), False),
+        (sqlalchemy.exc.OperationalError("connect", {}, Exception('FATAL:  database "x" does not exist')), False),
+        (sqlalchemy.exc.OperationalError("connect", {}, Exception("FATAL:  the database system is starting up")), True),
+        (sqlalchemy.exc.OperationalError("x", {}, Exception("FATAL:  terminating connection due to ...")), True),
+        (raised_from(StorageInternalError("commit"), sqlalchemy.exc.PendingRollbackError("rolled back")), True),
     ],
 )
 def test_which_errors_are_lost_connections(error: Exception, lost: bool) -> None:
-    assert is_connection_loss(error) is lost
+    assert is_away(error) is lost
 
 
 class Waiting:
@@ -171,7 +191,9 @@ def test_a_lost_connection_is_tried_again_with_growing_pauses(caplog: pytest.Log
 
 def test_patience_ends_with_what_to_do() -> None:
     waiting = Waiting()
-    with pytest.raises(InputError, match=r"could not be reached for 10 minutes .* go on with the same command"):
+    with pytest.raises(
+        UnreachableError, match=r"could not be reached for 6\d\d seconds .* go on with the same command"
+    ):
         patiently(failing([LOST] * 1000), clock=waiting, sleep=waiting.sleep)
     assert 600 <= waiting() < 616
 

@@ -277,6 +277,25 @@ def test_a_worker_that_had_seemed_dead_leaves_its_trial_to_the_new_owner(finishe
         assert trial.value == evaluate(BASELINES[3], "search").nats_per_token and trial.user_attrs[OWNER] != "another"
 
 
+def test_a_signal_is_heeded_by_a_worker_that_loses_its_trial_meanwhile(tmp_path: Path) -> None:
+    num_calls = 0
+
+    def scoring(regime: Regime, split: str) -> Score:
+        nonlocal num_calls
+        num_calls += 1
+        if num_calls == 6:
+            signal.raise_signal(signal.SIGTERM)
+            study = study_of(tmp_path)
+            running = next(trial for trial in study.get_trials() if not trial.state.is_finished())
+            study._storage.set_trial_user_attr(running._trial_id, OWNER, "another")
+        return evaluate(regime, split)
+
+    stopping = Stopping("again")
+    with stopping.listening(until_the_end=False), pytest.raises(Stopped, match="SIGTERM"):
+        run(tmp_path, score=scoring, grace_seconds=3600.0)
+    assert num_calls == 6
+
+
 def test_a_schedulers_signal_lets_a_trial_be_finished_that_is_nearly_done(tmp_path: Path) -> None:
     """The pace is known from the trials before; a grace of hours is enough for any, one of nothing for none."""
     for grace_seconds, num_done in ((3600.0, 6), (0.0, 5)):
