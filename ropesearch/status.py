@@ -1,5 +1,7 @@
 """`ropesearch status`: how far a search is, told without what a search needs to work (no torch, no transformers)."""
 
+import contextlib
+import json
 import math
 from collections import Counter
 from collections.abc import Sequence
@@ -23,6 +25,14 @@ def status(job: StatusJob) -> "StatusOutcome":
     """
     run_folder = Path(job.path).expanduser()
     return StatusOutcome(run_folder=run_folder, status=read_status(run_folder))
+
+
+def _chosen(result: Path | None) -> dict[str, Any] | None:
+    """What the selection windows chose, not always the best on the search windows; None where that is unknown."""
+    with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+        record = json.loads(result.read_bytes())["search"] if result is not None else {}
+        return {"method": str(record["method"]), "trial_number": int(record["trial_number"])}
+    return None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,6 +66,7 @@ class StatusOutcome:
             "seconds_left": found.seconds_left,
             "workers": [asdict(sign) for sign in found.workers],
             "result": None if found.result is None else str(found.result),
+            "chosen": _chosen(found.result),
         }
 
     def to_text(self) -> str:
@@ -72,7 +83,9 @@ class StatusOutcome:
         if found.seconds_left is not None:
             lines.append(("left", f"about {_duration(found.seconds_left)} on the search windows"))
         if found.result is not None:
-            lines.append(("result", str(found.result)))
+            chosen = _chosen(found.result)
+            which = "" if chosen is None else f"  ({chosen['method']}, trial {chosen['trial_number']})"
+            lines.append(("result", f"{found.result}{which}"))
         parts = ["\n".join(f"{name:<8}  {text}" for name, text in lines)]
         running = [trial for trial in found.unfinished if not trial.waits]
         if running:

@@ -131,6 +131,7 @@ def test_a_real_search(toy_folder: Path, tmp_path: Path, capsys: Captured) -> No
     value = json.loads(capsys.readouterr().out)
     record = json.loads((tmp_path / "run" / "rope_config.json").read_text())["search"]
     assert value["state"] == "finished" and value["result"] == str(tmp_path / "run" / "rope_config.json")
+    assert value["chosen"] == {"method": record["method"], "trial_number": record["trial_number"]}
     assert value["trials"]["num_complete"] + value["trials"]["num_failed"] == record["num_trials"]
     assert value["num_forward_equivalent_tokens"] == record["num_forward_equivalent_tokens"]
     scores = {name: score["objective"] for name, score in record["search_scores"].items() if name != "searched"}
