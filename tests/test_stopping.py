@@ -11,8 +11,12 @@ from ropesearch.stopping import Stopped, Stopping, finishing
 @pytest.fixture
 def stopping() -> Iterator[Stopping]:
     found = Stopping("again")
-    with found.listening(until_the_end=False):
-        yield found
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)  # the tests may run under nohup
+    try:
+        with found.listening(until_the_end=False):
+            yield found
+    finally:
+        signal.signal(signal.SIGHUP, before)
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR2, signal.SIGHUP, signal.SIGINT])

@@ -43,7 +43,7 @@ ODD_TEXTS = st.one_of(
 KEYS = {name: {key.name: key for key in config.keys_of(job.schema)} for name, job in config.JOBS.items()}
 JOBS = {name: list(keys) for name, keys in KEYS.items()}
 # Keys that make a run long, or write where other tests look; they get values of their own below.
-KEPT = {"budget.num_trials", "run", "cache", "storage.name"}
+KEPT = {"budget.num_trials", "run", "cache"}
 
 
 WHOLE = st.one_of(
@@ -79,7 +79,7 @@ class Place:
         self.root = root
         self.given = root / "given"
         self.given.mkdir()
-        for name in ("model", "corpus", "written"):
+        for name in ("model", "corpus", "written", "searched"):
             shutil.copytree(shared / name, self.given / name, symlinks=True)
         self.before = self.files(self.given)
 
@@ -122,6 +122,8 @@ def shared(tmp_path_factory: pytest.TempPathFactory) -> Path:
     written.rename(folder / "written")
     (folder / "source").rename(folder / "model")
     runs.write_corpus(folder / "corpus", num_documents=4, num_words=90)
+    searched = good("search", folder) | {"run": str(folder / "searched"), "cache": "null"}
+    assert cli.main(["search", *(f"{key}={value}" for key, value in searched.items())]) == 0
     return folder
 
 
@@ -141,6 +143,7 @@ def good(job_name: str, given: Path) -> dict[str, str]:
         },
         "evaluate": {"path": str(given / "written"), "run": str(given.parent / "run"), "lengths": "[64]", **corpus},
         "verify": {"path": str(given / "written"), "max_logits_tokens": "70"},
+        "status": {"path": str(given / "searched")},
     }[job_name]
 
 
