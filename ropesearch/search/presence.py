@@ -84,12 +84,13 @@ class Presence:
         """
         with self._mutex:
             self._sign["beats"] += 1
-            path = _sign_path(self._run_folder, self.id)
-            if self._sign["beats"] == 1:
-                write_json(path, self._sign)
-            elif path.parent.exists():  # a run folder that was taken away is not made anew
-                with contextlib.suppress(OSError):
-                    write_json(path, self._sign)
+            sign = dict(self._sign)
+        path = _sign_path(self._run_folder, self.id)
+        if sign["beats"] == 1:
+            write_json(path, sign)
+        elif path.parent.exists():  # a run folder that was taken away is not made anew
+            with contextlib.suppress(OSError):
+                write_json(path, sign)
         with contextlib.suppress(OSError):
             for path in (self._run_folder / WORKERS).glob("*.json"):
                 if path.stem != self.id:
