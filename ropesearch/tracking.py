@@ -45,7 +45,7 @@ _log = logging.getLogger(__name__)
 
 # How long a run may take to be finished, at the end of a search and when it was told to stop; and what may come on top.
 _END_SECONDS = 20.0
-_STOPPED_SECONDS = 4.0
+_STOPPED_SECONDS = 8.0
 _GRACE_SECONDS = 2.0
 _STATES = {"COMPLETE": "complete", "PRUNED": "stopped", "FAIL": "failed"}
 _PLACES = ("host", "port", "url", "user")

@@ -351,8 +351,8 @@ class Stopped(KeyboardInterrupt):
     ("error", "exit_code", "seconds"),
     [
         (None, 0, 20.0),
-        (KeyboardInterrupt(), 130, 4.0),
-        (Stopped(), 75, 4.0),
+        (KeyboardInterrupt(), 130, 8.0),
+        (Stopped(), 75, 8.0),
         (InputError("wrong"), 2, 20.0),
         (ValueError("wrong"), 70, 20.0),
     ],

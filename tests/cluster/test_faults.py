@@ -43,9 +43,9 @@ sys.exit(cli.main())
 """
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def full_cluster() -> Iterator[slurm.Slurm]:
-    """Two nodes of two CPUs each: four workers leave no room."""
+    """Two nodes of two CPUs each: four workers leave no room. A node that was powered off does not come back."""
     with slurm.running(num_nodes=2, num_cpus=2) as found:
         yield found
 
@@ -217,4 +217,3 @@ def test_four_workers_that_are_killed_preempted_requeued_and_powered_off_lose_no
         check=True,
     )
     assert json.loads(shown.stdout)["trials"]["num_complete"] == NUM_TRIALS
-    cluster.run("scontrol", "update", f"nodename={node}", "state=resume")

@@ -1,6 +1,7 @@
 """Searches whose study is on a real PostgreSQL server, directly and through a real gRPC proxy."""
 
 import contextlib
+import gc
 import os
 import signal
 import subprocess
@@ -189,3 +190,4 @@ def test_a_server_that_goes_away_within_a_scoring_is_waited_for(
     assert same(result, search(tmp_path / "whole", None))
     assert len(calls) == len(set(calls)) and len(timers) == 2
     assert sum("is reached again" in record.message for record in caplog.records) >= 2
+    gc.collect()  # so that they are lost here, and not in another test
