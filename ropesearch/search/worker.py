@@ -22,7 +22,7 @@ from ropesearch.rope.regime import Regime
 from ropesearch.score.objective import Objective
 from ropesearch.score.score import Score
 from ropesearch.search.budget import Budget
-from ropesearch.search.once import GuardReference, guard_score, no_guard_score
+from ropesearch.search.once import POLL_SECONDS, GuardReference, guard_score, no_guard_score
 from ropesearch.search.parameters import candidate_of, suggest
 from ropesearch.search.presence import Presence
 from ropesearch.search.racing import Racing
@@ -61,8 +61,6 @@ _log = logging.getLogger(__name__)
 
 Evaluate = Callable[[Regime, str], Score]
 Differentiate = Callable[[Regime, int, float], Step]
-
-_POLL_SECONDS = 0.2
 
 
 class _Lost(Exception):
@@ -146,7 +144,7 @@ class Worker:
             elif all(other.state.is_finished() for other in trials):
                 return
             else:
-                time.sleep(_POLL_SECONDS)  # other workers are at their last trials, and may die
+                time.sleep(POLL_SECONDS)  # other workers are at their last trials, and may die
 
     def _goes_on(self, trials: Sequence[FrozenTrial]) -> bool:
         """Whether another trial is to be begun now."""
@@ -368,7 +366,7 @@ class Worker:
         if adopted is not None:
             self._work_on(adopted)
         else:
-            time.sleep(_POLL_SECONDS)
+            time.sleep(POLL_SECONDS)
 
     def report_finalist(self, finalist: Finalist, fraction: float) -> None:
         """Tell that a finalist was scored on the selection windows."""
