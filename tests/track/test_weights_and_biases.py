@@ -376,6 +376,8 @@ def test_what_a_killed_process_had_uploaded_is_not_uploaded_again(
                 send(reporter, rows[num_sent])  # wandb uploads every 15 seconds
                 num_sent += 1
                 time.sleep(0.2)
+            send(reporter, *rows[num_sent : num_sent + 3])  # just after an upload: on their way for seconds
+            num_sent += 3
             os.killpg(reporter._process.pid, signal.SIGKILL)
             assert waited_for(reporter) == "its process ended with -9"
             end(reporter)
