@@ -50,6 +50,11 @@ def finishing(is_nearly_done: Callable[[], bool]) -> Iterator[None]:
         raise Stopped(postponed)
 
 
+def is_asked() -> bool:
+    """Within `finishing`, whether a signal has come that waits for the end of its block."""
+    return _postponed is not None
+
+
 class Stopping:
     """What the signals of this process have asked for. `again` is the command that goes on with what was stopped."""
 
