@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ropesearch.artifact.limits import loader_limits
 from ropesearch.artifact.schema import RopeConfig
 from ropesearch.artifact.verify import Finding
 from ropesearch.evaluate.interval import paired_interval
@@ -107,11 +108,7 @@ class SearchOutcome:
         if result.method != "searched":
             beat = f"no candidate {_better_than(excess)} {result.method}"
             parts.append(f"{beat} on the selection windows, so rope_config.json holds that")
-        if self.rope_config.not_portable:
-            parts.append(
-                f"other loaders cannot express {', '.join(self.rope_config.not_portable)}: the folder's config.json is "
-                "that of the unscaled model, and only ropesearch.load serves the regime"
-            )
+        parts += [f"note: {limit}" for limit in loader_limits(self.rope_config)]
         parts += [finding.message for finding in self.findings if not finding.ok]
         verify_command = shlex.join(["ropesearch", "verify", str(self.checkpoint_folder)])
         state = "NOT verified" if self.exit_code else "as its rope_config.json says"
