@@ -16,10 +16,10 @@ from pathlib import Path
 from typing import Any
 
 from ropesearch.artifact.config import VerifyLevel, WeightsMode, table_files
-from ropesearch.data.config import CorpusConfig
+from ropesearch.data.config import CorpusConfig, MixtureConfig
 from ropesearch.errors import InputError
 from ropesearch.launch.config import LAUNCHERS, LauncherConfig, LocalConfig
-from ropesearch.model.config import ModelConfig
+from ropesearch.model.config import Attention, ModelConfig
 from ropesearch.score.config import ScoringConfig
 from ropesearch.search.config import (
     OPTIMIZERS,
@@ -34,6 +34,7 @@ from ropesearch.search.config import (
 from ropesearch.search.sharing_config import STORAGES, JournalConfig, StorageConfig, WorkerConfig
 from ropesearch.settings import group, setting
 from ropesearch.track.config import TRACKERS, NoTracking, TrackConfig
+from ropesearch.train.config import TrainingConfig
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -96,6 +97,30 @@ class SearchJob(JobConfig):
         self.corpus.check()
         table_files(self.tables)
         self.track.check()
+
+
+@dataclasses.dataclass(kw_only=True)
+class FinetuneJob(JobConfig):
+    """Fine-tune a searched checkpoint on short rows under its plain table and long rows under the searched one."""
+
+    path: str = setting("", "checkpoint folder with a rope_config.json, or the run folder of a search")
+    run: str | None = setting(None, "run folder; by default runs/finetune-<fingerprint of what is asked>")
+    seed: int = setting(0, "seed of the splits (as in the search), of the order of documents and of dropout")
+    device: str = setting("auto", "torch device, or auto: a GPU where there is one, with torchrun each process its own")
+    attention: Attention = setting(Attention.sdpa, "attention implementation of transformers")
+    trust_remote_code: bool = setting(False, "run model code that the checkpoint brings along")
+    cache: str | None = setting("~/.cache/ropesearch", "folder that keeps tokenised texts between runs; null for none")
+    corpus: CorpusConfig = group(CorpusConfig)
+    mixture: MixtureConfig = group(MixtureConfig)
+    training: TrainingConfig = group(TrainingConfig)
+
+    def __post_init__(self) -> None:
+        _check_seed(self.seed)
+
+    def check(self) -> None:
+        """Raise InputError for what no folder and no texts could make right."""
+        self.corpus.check()
+        self.training.check()
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -163,6 +188,14 @@ JOBS = {
         path_meaning="CHECKPOINT",
         summary="search the factors of a checkpoint for a target length",
         required=("model.path", "corpus.path", "target_length"),
+    ),
+    "finetune": Job(
+        schema=FinetuneJob,
+        main_key="path",
+        path_meaning="FOLDER",
+        summary="fine-tune a searched checkpoint on short and long rows, each under its own table",
+        required=("path", "corpus.path"),
+        module="ropesearch.finetuning",
     ),
     "evaluate": Job(
         schema=EvaluateJob,

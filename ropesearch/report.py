@@ -121,6 +121,80 @@ class SearchOutcome:
         return "\n".join(parts)
 
 
+# Methods of a fine-tuning's held-out rows: the weights before it and after it, each under the regime for the length.
+BEFORE, AFTER = "before fine-tuning", "fine-tuned"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FinetuneOutcome:
+    """A finished fine-tuning: its folder, its checkpoint folder, and the rope_config.json with the held-out rows."""
+
+    run_folder: Path
+    checkpoint_folder: Path
+    rope_config: RopeConfig
+    findings: Sequence[Finding]
+
+    @property
+    def exit_code(self) -> int:
+        """0 where the folder that was written is what its rope_config.json says, else 1."""
+        return 0 if self.findings and all(finding.ok for finding in self.findings) else 1
+
+    def to_json(self) -> dict[str, Any]:
+        """The outcome as JSON values: the folders and what rope_config.json holds."""
+        return {
+            "run": str(self.run_folder),
+            "checkpoint": str(self.checkpoint_folder),
+            "rope_config": self.rope_config.to_json(),
+        }
+
+    def to_text(self) -> str:
+        """Perplexity before and after at the two lengths, and where the checkpoint is."""
+        rows = {(row["method"], row["length"]): _Windows.of(row) for row in self.rope_config.evaluation}
+        lines = [["length", "regime", "before", "after", "change (95 % interval)"]]
+        num_documents = 0
+        for regime in self.rope_config.regimes:
+            before, after = (rows[method, regime.max_length] for method in (BEFORE, AFTER))
+            num_documents = len(before.window_nats)
+            cells = [perplexity_text(sum(each.window_nats), sum(each.window_tokens)) for each in (before, after)]
+            lines.append([f"{regime.max_length:,}", regime.name, *cells, _change(after, before)])
+        verify_command = shlex.join(["ropesearch", "verify", str(self.checkpoint_folder)])
+        state = "NOT verified" if self.exit_code else "as its rope_config.json says"
+        parts = [
+            f"perplexity ({num_documents} held-out document{'s' if num_documents > 1 else ''})",
+            aligned(lines),
+            "",
+            *(f"note: {limit}" for limit in loader_limits(self.rope_config)),
+            *(finding.message for finding in self.findings if not finding.ok),
+            "",
+            f"run         {self.run_folder}  (rope_config.json, metrics.jsonl, log.txt)",
+            f"checkpoint  {self.checkpoint_folder}  ({state}; all levels: {verify_command})",
+        ]
+        return "\n".join(parts)
+
+
+@dataclass(frozen=True, slots=True)
+class _Windows:
+    """The nats and tokens of each window of a row of rope_config.json."""
+
+    window_nats: Sequence[float]
+    window_tokens: Sequence[int]
+
+    @classmethod
+    def of(cls, row: Mapping[str, Any]) -> "_Windows":
+        return cls(row["window_nats"], row["window_tokens"])
+
+
+def _change(after: _Windows, before: _Windows) -> str:
+    """Of perplexity, with its interval where there is more than one document."""
+    if len(after.window_nats) < 2:
+        return _signed(math.expm1((after.window_nats[0] - before.window_nats[0]) / after.window_tokens[0]), ".1%")
+    interval = paired_interval(after, before)
+    change, low, high = (
+        _signed(math.expm1(each), ".1%") for each in (interval.difference, interval.low, interval.high)
+    )
+    return f"{change} ({low} to {high})"
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EvaluateOutcome:
     """Rows of perplexity by method, length and position, and the methods that could not be scored."""

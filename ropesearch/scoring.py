@@ -4,9 +4,13 @@ import contextlib
 import dataclasses
 import functools
 import logging
+import os
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
+
+import transformers
 
 from ropesearch.data.windows import Windows, check_vocabulary, needle_windows
 from ropesearch.errors import ScoringError
@@ -218,3 +222,14 @@ def needle_rows_of(
             failures.append(f"{method} on needles of {needles.length_tokens} tokens: {error}")
         display.show("held-out needles", place / len(regimes))
     return rows
+
+
+def cache_folder(path: str | None) -> Path | None:
+    """The folder that a job's key `cache` names."""
+    return None if path is None else Path(os.path.expanduser(path))
+
+
+def quiet_libraries() -> None:
+    """Progress bars and warnings of transformers would tear this program's own progress display."""
+    transformers.utils.logging.disable_progress_bar()
+    transformers.utils.logging.set_verbosity_error()

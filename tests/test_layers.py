@@ -17,7 +17,7 @@ FLOORS = [
     {"score", "artifact"},
     {"search", "train", "evaluate", "track", "launch"},
     {"config", "report", "scoring", "tracking"},
-    {"pipeline", "status", "demo"},
+    {"pipeline", "finetuning", "status", "demo"},
     {"cli"},
 ]
 FLOOR_OF = {name: floor for floor, names in enumerate(FLOORS) for name in names}
@@ -30,6 +30,7 @@ HOMES = {  # library: the parts that may import it
     "rich": {"track"},
     "datasets": {"data"},
     "submitit": {"launch"},
+    "peft": {"train"},
 }
 MODULES = sorted(PACKAGE.rglob("*.py"))
 

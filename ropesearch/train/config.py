@@ -48,7 +48,7 @@ class TrainingConfig:
     clip_norm: float = setting(1.0, "greatest norm of a step's gradient")
     adapter: Adapter = setting(Adapter.none, "none = all weights; lora = low-rank additions, merged at the end")
     lora_rank: int = setting(16, "rank of the additions, with adapter=lora")
-    lora_alpha: float = setting(32.0, "what the additions are multiplied by, times lora_rank, with adapter=lora")
+    lora_alpha: int = setting(32, "what the additions are multiplied by, times lora_rank, with adapter=lora")
     precision: Precision = setting(
         Precision.auto, "of matrix products; auto = bfloat16 where the checkpoint is stored in it, else float32"
     )

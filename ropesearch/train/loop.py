@@ -5,6 +5,7 @@ and nothing else is remembered. So a run that was killed and goes on ends with t
 machine and thread count).
 """
 
+import dataclasses
 import json
 import math
 import time
@@ -18,7 +19,7 @@ import torch
 from numpy.typing import NDArray
 
 from ropesearch import files, stopping
-from ropesearch.data.mixture import MicroBatch, Mixture
+from ropesearch.data.mixture import LONG, SHORT, MicroBatch, Mixture
 from ropesearch.data.windows import Windows
 from ropesearch.errors import InputError
 from ropesearch.model.load import LoadedModel
@@ -36,7 +37,6 @@ from ropesearch.train.weights import whole
 
 BETAS = (0.9, 0.95)
 METRICS = "metrics.jsonl"
-SHORT, LONG = "short", "long"
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -160,7 +160,7 @@ class FineTuning:
                 is_last = done == self._config.num_steps
                 if is_last or done % self._config.measure_every_steps == 0:
                     measured[done] = self._measure()
-                    event = _with_measured(event, measured[done])
+                    event = dataclasses.replace(event, measured=measured[done])
                 self._record(event)
                 if is_last or done % self._config.save_every_steps == 0:
                     self._states.save(done, self._parameters, self._optimizer)
@@ -317,15 +317,7 @@ def _optimizer(parameters: Mapping[str, torch.nn.Parameter], config: TrainingCon
     matrices = [each for each in parameters.values() if each.ndim > 1]
     vectors = [each for each in parameters.values() if each.ndim <= 1]
     groups = [{"params": matrices, "weight_decay": config.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
-    return torch.optim.AdamW(
-        [group for group in groups if group["params"]], lr=config.peak_learning_rate, betas=BETAS
-    )
-
-
-def _with_measured(event: StepEvent, measured: Sequence[Measurement]) -> StepEvent:
-    import dataclasses
-
-    return dataclasses.replace(event, measured=measured)
+    return torch.optim.AdamW([group for group in groups if group["params"]], lr=config.peak_learning_rate, betas=BETAS)
 
 
 def _held_out_json(measured: Sequence[Measurement]) -> dict[str, Any]:

@@ -65,9 +65,7 @@ class RowLoss(nn.Module):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """The hidden states (num_scored, hidden) that scored tokens are predicted from, and these tokens."""
         if self._in_one_row:
-            token_ids, position_ids, is_scored = (
-                each.reshape(1, -1) for each in (token_ids, position_ids, is_scored)
-            )
+            token_ids, position_ids, is_scored = (each.reshape(1, -1) for each in (token_ids, position_ids, is_scored))
         base = base_of(self.model)
         hidden_states = base(input_ids=token_ids, position_ids=position_ids, use_cache=False).last_hidden_state
         wanted = is_scored[:, 1:].to(hidden_states.device)

@@ -1,4 +1,4 @@
-"""One regime for each micro-batch, put in force by name, and the proof that documents of a row do not see each other."""
+"""One regime for each micro-batch, put in force by name, and the proof that packed documents do not see each other."""
 
 import contextlib
 from collections.abc import Iterator, Mapping
