@@ -275,8 +275,6 @@ def _prepared(
     model.requires_grad_(True)
     if job.training.adapter is Adapter.lora:
         add_adapter(model, job.training, job.seed)
-    if job.training.checkpoint_activations:
-        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     loss = RowLoss(model, teacher)
     shard(loss, processes, dtype)
     loss.train()

@@ -40,7 +40,7 @@ def window_gradient(
     """
     ids = torch.from_numpy(token_ids.astype(np.int64))
     try:
-        with torch.enable_grad(), _recomputed(loaded.model), recorded_rows(loaded, retained_tokens) as recorded:
+        with torch.enable_grad(), recomputed(loaded.model), recorded_rows(loaded, retained_tokens) as recorded:
             hidden_states = hidden_states_of(loaded.model, ids, None)
             nats, by_hidden_states = _head(loaded.model, hidden_states.detach(), ids, weights)
             hidden_states.backward(by_hidden_states)
@@ -77,7 +77,7 @@ def _head(
 
 
 @contextlib.contextmanager
-def _recomputed(model: Any) -> Iterator[None]:
+def recomputed(model: Any) -> Iterator[None]:
     """Within the block the model's layers keep their inputs alone for the backward pass, in evaluation mode too."""
     with contextlib.ExitStack() as stack:
         for module in model.modules():
@@ -89,6 +89,6 @@ def _recomputed(model: Any) -> Iterator[None]:
 
 def _checkpointed(forward: Any) -> Any:
     def again(*args: Any, **keywords: Any) -> Any:
-        return checkpoint(forward, *args, use_reentrant=False, preserve_rng_state=False, **keywords)
+        return checkpoint(forward, *args, use_reentrant=False, **keywords)
 
     return again

@@ -5,6 +5,7 @@ and nothing else is remembered. So a run that was killed and goes on ends with t
 machine and thread count).
 """
 
+import contextlib
 import dataclasses
 import json
 import math
@@ -25,6 +26,7 @@ from ropesearch.errors import InputError
 from ropesearch.model.load import LoadedModel
 from ropesearch.rope.regime import Regime
 from ropesearch.score.forward import is_out_of_memory
+from ropesearch.score.gradient import recomputed
 from ropesearch.score.score import perplexity
 from ropesearch.seeding import stream
 from ropesearch.train.config import TrainingConfig
@@ -246,7 +248,8 @@ class FineTuning:
         is_scored = rows_of(micro.is_scored, device) & counts
         distils = self._config.distill_weight > 0 and micro.regime == SHORT
         torch.manual_seed(int(stream(self._seed, "train.dropout", place[0]).integers(2**62)) + place[1])
-        with self._switch.within(micro.regime), self._in_precision():
+        again = recomputed(self._loaded.model) if self._config.checkpoint_activations else contextlib.nullcontext()
+        with self._switch.within(micro.regime), self._in_precision(), again:
             nats, divergence = self._loss(
                 rows_of(micro.token_ids, device), rows_of(micro.position_ids, device), is_scored, distils
             )

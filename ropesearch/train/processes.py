@@ -1,5 +1,6 @@
 """The processes of one fine-tuning: who this one is, and what all of them agree on."""
 
+import logging
 import os
 import sys
 from dataclasses import dataclass
@@ -34,7 +35,7 @@ class Processes:
     def joined(cls, device: str) -> "Processes":
         """Meet the others: over NCCL on GPUs, each process its own, else over gloo. `device` as in ModelConfig.
 
-        All but the first write nothing to standard output from here on. Raises InputError where accelerate is asked,
+        All but the first say nothing from here on. Raises InputError where accelerate is asked,
         by its variables, for a way to train that is not followed.
         """
         for name, reason in _NOT_FOLLOWED.items():
@@ -48,6 +49,7 @@ class Processes:
         alone = state.num_processes == 1
         own = torch.device(device) if alone and device != "auto" else state.device
         if state.process_index:
+            logging.getLogger("ropesearch").addHandler(logging.NullHandler())
             sys.stdout = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115
         return cls(state.process_index, state.num_processes, own)
 
