@@ -148,6 +148,7 @@ def finetune(job: FinetuneJob) -> FinetuneOutcome:
             seed=job.seed,
             processes=processes,
             compute_dtype=dtype,
+            stored_dtypes=stored_dtypes(source),
             on_event=on_event,
             on_spike=on_spike,
         )
@@ -256,7 +257,7 @@ def _check_training_vocabulary(tokens: TrainingTokens, vocabulary: int) -> None:
 
 def _compute_dtype(job: FinetuneJob, source: Path) -> torch.dtype:
     if job.training.precision is Precision.auto:
-        return torch.float32 if torch.float32 in stored_dtypes(source) else torch.bfloat16
+        return torch.float32 if torch.float32 in stored_dtypes(source).values() else torch.bfloat16
     return torch.float32 if job.training.precision is Precision.float32 else torch.bfloat16
 
 

@@ -37,10 +37,10 @@ def check_stored_names(source: Path, names: Iterable[str]) -> None:
                 )
 
 
-def stored_dtypes(source: Path) -> set[torch.dtype]:
-    """The dtypes that the checkpoint's tensors are stored in; those that are not floating point left out."""
+def stored_dtypes(source: Path) -> dict[str, torch.dtype]:
+    """The dtype that each tensor of the checkpoint is stored in, by name; those not in floating point left out."""
     entries = (entry for path in digest.weight_files(source) for entry in digest.read_header(path))
-    return {_DTYPES[entry.dtype] for entry in entries if entry.dtype in _DTYPES}
+    return {entry.name: _DTYPES[entry.dtype] for entry in entries if entry.dtype in _DTYPES}
 
 
 def write_weights(

@@ -73,7 +73,7 @@ def load_model(config: ModelConfig) -> LoadedModel:
     own = read_own(folder, geometry, trust_remote_code=config.trust_remote_code)
     check_weight_files(folder)
     tokenizer = _read_tokenizer(folder, config.trust_remote_code)
-    device = _device(config.device)
+    device = device_of(config.device)
     try:
         answer: Any = transformers.AutoModelForCausalLM.from_pretrained(
             folder,
@@ -246,7 +246,8 @@ def _read_tokenizer(folder: Path, trust_remote_code: bool) -> PreTrainedTokenize
     return tokenizer
 
 
-def _device(name: str) -> torch.device:
+def device_of(name: str) -> torch.device:
+    """The device that ModelConfig.device names. Raises InputError for one that is not available."""
     if name == "auto":
         return torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
     try:

@@ -116,6 +116,7 @@ class FineTuning:
         seed: int,
         processes: Processes,
         compute_dtype: torch.dtype,
+        stored_dtypes: Mapping[str, torch.dtype],
         on_event: Callable[[StepEvent], None],
         on_spike: Callable[[str], None],
     ) -> None:
@@ -129,6 +130,7 @@ class FineTuning:
         self._seed = seed
         self._processes = processes
         self._compute_dtype = compute_dtype
+        self._stored_dtypes = stored_dtypes
         self._on_event = on_event
         self._on_spike = on_spike
         self._spikes = SpikeWatch()
@@ -160,6 +162,8 @@ class FineTuning:
                     raise stopping.Stopped("a signal")
                 done = step + 1
                 is_last = done == self._config.num_steps
+                if is_last:
+                    self._round()
                 if is_last or done % self._config.measure_every_steps == 0:
                     measured[done] = self._measure()
                     event = dataclasses.replace(event, measured=measured[done])
@@ -257,6 +261,12 @@ class FineTuning:
             weighted = (nats + self._config.distill_weight * divergence) * self._processes.num_processes / num_scored
             weighted.backward()
         return float(nats.detach()), float(divergence.detach())
+
+    def _round(self) -> None:
+        """Make the weights what they will be stored as, so that what is measured last is what is written."""
+        for name, parameter in self._parameters.items():
+            dtype = self._stored_dtypes.get(name.removeprefix("model."), torch.float32)
+            parameter.data.copy_(parameter.data.to(dtype))
 
     def _measure(self) -> list[Measurement]:
         """The held-out windows under their regimes, shared out to the processes; in evaluation mode."""

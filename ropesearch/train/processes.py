@@ -11,6 +11,7 @@ import torch.distributed
 from accelerate import PartialState
 
 from ropesearch.errors import InputError
+from ropesearch.model.load import device_of
 
 # What asks accelerate for ways to train that this loop has not.
 _NOT_FOLLOWED = {
@@ -47,7 +48,7 @@ class Processes:
         wants_cpu = device == "cpu" or not torch.cuda.is_available()
         state: Any = PartialState(cpu=wants_cpu)
         alone = state.num_processes == 1
-        own = torch.device(device) if alone and device != "auto" else state.device
+        own = device_of(device) if alone else state.device
         if state.process_index:
             logging.getLogger("ropesearch").addHandler(logging.NullHandler())
             sys.stdout = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115

@@ -13,9 +13,7 @@ from ropesearch.train.config import Adapter, Schedule, TrainingConfig
 @pytest.mark.parametrize("num_warmup_steps", [0, 7, 40])
 @pytest.mark.parametrize("schedule", list(Schedule))
 def test_the_rate_is_that_of_transformers_half_a_step_later(schedule: Schedule, num_warmup_steps: int) -> None:
-    config = TrainingConfig(
-        num_steps=40, num_warmup_steps=num_warmup_steps, schedule=schedule, peak_learning_rate=3e-4
-    )
+    config = TrainingConfig(num_steps=40, num_warmup_steps=num_warmup_steps, schedule=schedule, peak_learning_rate=3e-4)
     numbers = {"num_warmup_steps": num_warmup_steps, "num_training_steps": 40}
     for step in range(40):
         if schedule is Schedule.cosine:

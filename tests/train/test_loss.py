@@ -1,6 +1,7 @@
 """ropesearch/train/loss.py against each document alone, and against the logits of the whole model at once."""
 
 import copy
+import itertools
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ def by_documents(model: Any, micro: MicroBatch) -> torch.Tensor:
     token_ids, positions, is_scored = tensors(micro)
     starts = [*torch.nonzero(positions[0] == 0)[:, 0].tolist(), token_ids.shape[1]]
     total = torch.zeros((), dtype=torch.float64)
-    for start, end in zip(starts, starts[1:], strict=False):
+    for start, end in itertools.pairwise(starts):
         if not bool(is_scored[0, start:end].any()):
             continue
         document = token_ids[:, start:end]
@@ -115,7 +116,7 @@ def test_the_divergence_is_of_the_predictions_from_the_teachers() -> None:
     assert float(divergence.detach()) == pytest.approx(expected, rel=1e-5)
     divergence.backward()
     assert all(parameter.grad is None for parameter in teacher.parameters())
-    itself, none = RowLoss(model, RowLoss(copy.deepcopy(model)))(token_ids, positions, is_scored, True)
+    _, none = RowLoss(model, RowLoss(copy.deepcopy(model)))(token_ids, positions, is_scored, True)
     assert float(none.detach()) == pytest.approx(0.0, abs=1e-4)
 
 
