@@ -262,8 +262,8 @@ class _Preparation:
             )
             limit = " (as many in a row as max_documents lets be read)" if read.stopped else ""
             raise InputError(
-                f"{self._corpus.path}: expected documents of {counts.lengths} to train on, as mixture.shares gives them a "
-                f"share, got none among {read.num_documents} documents{limit}: {shorter} shorter, {longest}, "
-                f"and {left_out} of that length that are evaluation texts or copies; give a corpus with such documents"
-                ", other mixture.long_bounds, or that length the share 0"
+                f"{self._corpus.path}: expected documents of {counts.lengths} to train on, which have a share in "
+                f"mixture.shares, got none among {read.num_documents} documents{limit}: {shorter} shorter, {longest}, "
+                f"and {left_out} of that length that are evaluation texts or copies; give a corpus with such ones, "
+                "other mixture.long_bounds, or that length the share 0"
             )
