@@ -98,7 +98,7 @@ def prepare_training_tokens(
             with folder_beside(folder) as beside:
                 _Preparation(corpus, tokenizer, mixture, exclude, beside, identity).run(documents)
     except OSError as error:
-        if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):  # then another process was faster
+        if error.errno not in (errno.ENOTEMPTY, errno.EEXIST) or not folder.is_dir():  # else another was faster
             raise InputError(
                 f"{folder}: expected a folder that training tokens can be written to and read from "
                 f"({error.strerror or error}); make room, or name another"
