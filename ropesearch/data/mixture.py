@@ -80,7 +80,7 @@ class Mixture:
     left at the end of a pass begins the next pass's first row.
 
     A long row is one sequence: the documents of its bucket one after the other, cut every row_tokens, with positions
-    from 0 to row_tokens - 1 and full attention over all of it (LongRoPE2, section 3.3 and figure 5); the first token
+    from 0 to row_tokens - 1 and full attention over all of it (LongRoPE2, figure 5); the first token
     alone is not scored. A short row is row_tokens // original_length sequences of original_length tokens in which
     documents stand whole (`packing.pack`), each with positions of its own from 0 on and its first token not scored;
     what is left at the end of a sequence is padding, a document of its own of which nothing is scored.

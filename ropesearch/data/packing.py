@@ -32,8 +32,9 @@ class Packing:
 def pack(lengths: IntArray, sequence_tokens: int) -> Packing:
     """Pack documents of these lengths whole into sequences of `sequence_tokens`: best fit decreasing.
 
-    The longest come first, each to the sequence with the least room that it fits into, a new one where there is none;
-    of equals the first. No order of the same documents needs fewer than 9/11 of these sequences (D. Johnson, 1973).
+    The longest come first, of equals the first; each goes to a sequence with the least room that it fits into, of
+    equals the latest to have come by that room, a new one where there is none. That takes at most 11/9 of the fewest
+    sequences that could do, and 4 (D. Johnson, "Near-optimal bin packing algorithms", 1973).
 
     Raises:
         InputError: a length is below 1 or above sequence_tokens.

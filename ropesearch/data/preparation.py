@@ -1,6 +1,8 @@
 """From a corpus to the tokens that a fine-tuning reads."""
 
+import contextlib
 import dataclasses
+import errno
 import itertools
 import logging
 import math
@@ -91,20 +93,17 @@ def prepare_training_tokens(
         "seed": seed,
     }
     try:
-        if folder.is_dir() and any(folder.iterdir()):
-            return _of_identity(open_training_tokens(folder), identity, folder)
-        documents = read_documents(corpus, split, order=stream(seed, "training/documents"))
-        with folder_beside(folder) as beside:
-            _Preparation(corpus, tokenizer, mixture, exclude, beside, identity).run(documents)
+        if not folder.is_dir() or not any(folder.iterdir()):
+            documents = read_documents(corpus, split, order=stream(seed, "training/documents"))
+            with folder_beside(folder) as beside:
+                _Preparation(corpus, tokenizer, mixture, exclude, beside, identity).run(documents)
     except OSError as error:
-        raise InputError(
-            f"{folder}: expected a folder that training tokens can be written to and read from "
-            f"({error.strerror or error}); make room, or name another"
-        ) from error
-    return open_training_tokens(folder)
-
-
-def _of_identity(tokens: TrainingTokens, identity: Mapping[str, Any], folder: Path) -> TrainingTokens:
+        if error.errno not in (errno.ENOTEMPTY, errno.EEXIST) or not folder.is_dir():  # else another was faster
+            raise InputError(
+                f"{folder}: expected a folder that training tokens can be written to and read from "
+                f"({error.strerror or error}); make room, or name another"
+            ) from error
+    tokens = open_training_tokens(folder)
     differing = [name for name, value in identity.items() if tokens.identity.get(name) != value]
     if differing:
         name = differing[0]
@@ -145,38 +144,48 @@ class _Preparation:
         self._writers = [BucketWriter(folder, bucket_name(index)) for index in range(len(self._bounds))]
         self._spare = BucketWriter(folder, "spare")  # documents for pieces, if it comes to that
         self._seen: set[bytes] = set()
-        self._num_met = [0] * len(self._bounds)
+        self._num_met = [0] * len(self._bounds)  # where a document was only looked at in part, in one of those above
         self._longest_tokens = 0
         self._read = ReadCounts()
 
     def run(self, documents: Iterator[Document]) -> None:
         """Read as many documents as it takes, and leave the folder complete."""
+        with contextlib.ExitStack() as stack:
+            for writer in (*self._writers, self._spare):
+                stack.callback(writer.close)
+            self._sort(documents)
+            kept = [writer.close() for writer in (self._spare, *self._writers[1:])]
+            num_pieces, num_piece_tokens = self._fill(kept)
+        self._spare.remove()
+        counts = [
+            BucketCounts(
+                above_tokens=above,
+                up_to_tokens=up_to,
+                num_needed_tokens=needed,
+                num_documents=writer.num_documents,
+                num_tokens=writer.num_tokens,
+                num_pieces=0 if above else num_pieces,
+                num_piece_tokens=0 if above else num_piece_tokens,
+            )
+            for (above, up_to), needed, writer in zip(self._bounds, self._needed, self._writers, strict=True)
+        ]
+        self._check(counts)
+        padding_token_id = next((int(token[0]) for token in (self._eos, self._bos) if len(token)), 0)
+        greatest = max(padding_token_id, *(writer.greatest_token_id for writer in self._writers))
+        describe(self._folder, counts, self._read, padding_token_id, greatest, self._identity)
+
+    def _sort(self, documents: Iterator[Document]) -> None:
         num_useless = 0
         while self._missing() and num_useless < self._corpus.max_documents:
             document = next(documents, None)
             if document is None:
-                break
+                return
             self._count("num_documents")
             num_useless = 0 if self._keep(document.text) else num_useless + 1
             if self._read.num_documents % _LOG_DOCUMENTS == 0:
                 held = " + ".join(f"{writer.num_tokens:,}" for writer in self._writers)
                 _log.info("%d documents read, %s training tokens by length", self._read.num_documents, held)
-        self._read = dataclasses.replace(self._read, stopped=num_useless >= self._corpus.max_documents)
-        kept = [writer.close() for writer in self._writers[1:]]
-        pieces = self._fill([self._spare.close(), *kept])
-        self._writers[0].close()
-        self._spare.remove()
-        counts = [
-            BucketCounts(above, up_to, needed, writer.num_documents, writer.num_tokens, *(() if index else pieces))
-            for index, ((above, up_to), needed, writer) in enumerate(
-                zip(self._bounds, self._needed, self._writers, strict=True)
-            )
-        ]
-        for each in counts:
-            self._check(each, counts)
-        padding_token_id = next((int(token[0]) for token in (self._eos, self._bos) if len(token)), 0)
-        greatest = max(padding_token_id, *(writer.greatest_token_id for writer in self._writers))
-        describe(self._folder, counts, self._read, padding_token_id, greatest, self._identity)
+        self._read = dataclasses.replace(self._read, stopped=bool(self._missing()))
 
     def _missing(self) -> list[int]:
         """The buckets that need more."""
@@ -239,16 +248,22 @@ class _Preparation:
             if len(piece) >= _LEAST_TOKENS and len(body) - start > len(self._eos):
                 yield piece
 
-    def _check(self, counts: BucketCounts, every: Sequence[BucketCounts]) -> None:
-        if counts.num_documents or not counts.num_needed_tokens:
-            return
+    def _check(self, buckets: Sequence[BucketCounts]) -> None:
+        """Raises InputError for a bucket with a share and without documents."""
         read = self._read
-        met = ", ".join(f"{num} of {each.lengths}" for num, each in zip(self._num_met, every, strict=True))
-        limit = " (the last corpus.max_documents of no use)" if read.stopped else ""
-        raise InputError(
-            f"{self._corpus.path}: expected documents of {counts.lengths}, which have a share in mixture.shares, got "
-            f"none to train on among {read.num_documents} documents{limit}: {met}, the longest of "
-            f"{self._longest_tokens:,} tokens; {read.num_excluded} evaluation texts and {read.num_duplicates} "
-            "duplicates were left out; give a corpus with such documents, other mixture.long_bounds, or this length "
-            "the share 0 in mixture.shares"
-        )
+        for index, counts in enumerate(buckets):
+            if counts.num_documents or not counts.num_needed_tokens:
+                continue
+            shorter, left_out, longer = (
+                sum(self._num_met[part]) for part in (slice(index), slice(index, index + 1), slice(index + 1, None))
+            )
+            longest = (
+                f"the longest of {self._longest_tokens:,} tokens" if index + 1 == len(buckets) else f"{longer} longer"
+            )
+            limit = " (as many in a row as max_documents lets be read)" if read.stopped else ""
+            raise InputError(
+                f"{self._corpus.path}: expected documents of {counts.lengths} to train on, which have a share in "
+                f"mixture.shares, got none among {read.num_documents} documents{limit}: {shorter} shorter, {longest}, "
+                f"and {left_out} of that length that are evaluation texts or copies; give a corpus with such ones, "
+                "other mixture.long_bounds, or that length the share 0"
+            )

@@ -144,15 +144,16 @@ class BucketWriter:
         self.greatest_token_id = max(self.greatest_token_id, int(token_ids.max()))
 
     def close(self) -> tuple[TokenIds, IntArray]:
-        """Write what is not yet written and map it."""
-        self._file.close()
-        np.array(self._offsets, dtype="<i8").tofile(self._paths[1])
+        """Write what is not yet written. Returns all tokens, mapped, and the offsets."""
+        if not self._file.closed:
+            self._file.close()
+            np.array(self._offsets, dtype="<i8").tofile(self._paths[1])
         return _mapped(self._paths[0]), np.array(self._offsets, dtype=np.int64)
 
     def remove(self) -> None:
-        self._file.close()
+        """Remove the files, which are closed."""
         for path in self._paths:
-            path.unlink(missing_ok=True)
+            path.unlink()
 
 
 def bucket_name(index: int) -> str:
@@ -229,4 +230,4 @@ def _mapped(path: Path) -> TokenIds:
     """The tokens of a file, read-only."""
     if not path.stat().st_size:
         return np.empty(0, dtype=np.int32)
-    return np.memmap(path, dtype="<i4", mode="r")
+    return np.memmap(path, dtype="<i4", mode="r").view(np.ndarray)
