@@ -4,8 +4,10 @@ import contextlib
 import dataclasses
 import functools
 import logging
+import os
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from ropesearch.data.windows import Windows, check_vocabulary, needle_windows
@@ -218,3 +220,8 @@ def needle_rows_of(
             failures.append(f"{method} on needles of {needles.length_tokens} tokens: {error}")
         display.show("held-out needles", place / len(regimes))
     return rows
+
+
+def cache_folder(path: str | None) -> Path | None:
+    """The folder that the key `cache` names; None for none."""
+    return None if path is None else Path(os.path.expanduser(path))
