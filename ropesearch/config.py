@@ -162,6 +162,36 @@ class VerifyJob(JobConfig):
 
 
 @dataclasses.dataclass(kw_only=True)
+class ExportJob(JobConfig):
+    """Write a folder anew elsewhere, bound to the same weights: as it is, or with its long table for all lengths."""
+
+    path: str = setting("", "checkpoint folder with a rope_config.json, or the run folder of a search or fine-tuning")
+    to: str = setting("", "folder to write, which is not there yet or empty; has to be given")
+    single_table: bool = setting(
+        False,
+        "whether the long table serves all lengths, which every loader can do: its price on inputs of original_length "
+        "tokens is measured on held-out windows of corpus.path, which has to be given then",
+    )
+    weights: WeightsMode = setting(WeightsMode.copy, "how the weights get into the new folder")
+    seed: int = setting(0, "seed of the splits (as in the search)")
+    device: str = setting("auto", "torch device, or auto: a GPU where there is one")
+    cache: str | None = setting("~/.cache/ropesearch", "folder that keeps tokenised texts between runs; null for none")
+    corpus: CorpusConfig = group(CorpusConfig)
+
+    def __post_init__(self) -> None:
+        _check_seed(self.seed)
+
+    def check(self) -> None:
+        """Raise InputError for texts that are missing, cannot be there, or would not be looked at."""
+        if self.single_table:
+            self.corpus.check()
+        elif self.corpus.path:
+            raise InputError(
+                f"corpus.path: expected none without single_table=true, as nothing is measured, got {self.corpus.path}"
+            )
+
+
+@dataclasses.dataclass(kw_only=True)
 class StatusJob(JobConfig):
     """Look at a search from any machine that sees its run folder: trials, best score, workers, time left."""
 
@@ -210,6 +240,14 @@ JOBS = {
         path_meaning="FOLDER",
         summary="prove that a folder is what its rope_config.json says",
         required=("path",),
+    ),
+    "export": Job(
+        schema=ExportJob,
+        main_key="path",
+        path_meaning="FOLDER",
+        summary="write a folder anew for other loaders, also with one table for all lengths",
+        required=("path", "to"),
+        module="ropesearch.export",
     ),
     "status": Job(
         schema=StatusJob,

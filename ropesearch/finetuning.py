@@ -27,13 +27,13 @@ from ropesearch.errors import InputError
 from ropesearch.evaluate.perplexity import Evaluation
 from ropesearch.model.config import DType, ModelConfig
 from ropesearch.model.install import installed, prove_installable
-from ropesearch.model.load import LoadedModel, load_tokenizer
+from ropesearch.model.load import LoadedModel, load_tokenizer, quiet_transformers
 from ropesearch.report import AFTER, BEFORE, FinetuneOutcome
 from ropesearch.rope.regime import Regime
 from ropesearch.run_folder import RunFolder, versions
 from ropesearch.score.forward import vocabulary_tokens
 from ropesearch.score.scorer import prove_scorer
-from ropesearch.scoring import cache_folder, quiet_libraries
+from ropesearch.scoring import cache_folder
 from ropesearch.search.ownership import claimed
 from ropesearch.search.trials import regime_json
 from ropesearch.track.progress import ProgressDisplay
@@ -60,7 +60,7 @@ def finetune(job: FinetuneJob) -> FinetuneOutcome:
     the job is found before the first step. Raises InputError for that, and for a loss that is not finite; Stopped, with
     the state saved, when a signal asks for it.
     """
-    quiet_libraries()
+    quiet_transformers()
     expect_given("finetune", job)
     job.check()
     source = find_folder(Path(job.path))

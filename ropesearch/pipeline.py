@@ -29,6 +29,7 @@ from ropesearch.model.config import ModelConfig
 from ropesearch.model.load import (
     load_model,
     load_tokenizer,
+    quiet_transformers,
     read_geometry,
     read_layer_limits,
     read_length_note,
@@ -50,7 +51,6 @@ from ropesearch.scoring import (
     needle_rows_of,
     needles_by_split,
     perplexity_rows,
-    quiet_libraries,
 )
 from ropesearch.search.baselines import RESERVED_NAMES, baseline_regimes, seed_regimes
 from ropesearch.search.budget import Budget
@@ -78,7 +78,7 @@ def search(job: SearchJob) -> SearchOutcome:
     Everything that can be wrong with the job is found before the weights are loaded. Raises InputError for that,
     NothingScoredError when no candidate could be scored; KeyboardInterrupt leaves a run that goes on when asked again.
     """
-    quiet_libraries()
+    quiet_transformers()
     expect_given("search", job)
     job.check()
     small_files = find_checkpoint(job.model, with_weights=False)
@@ -284,7 +284,7 @@ def evaluate(job: EvaluateJob) -> EvaluateOutcome:
     Raises InputError for a folder, corpus or lengths that cannot be used, BindingError for weights that are not those
     of the folder's rope_config.json. A method that cannot be scored at a length is named, and has no row.
     """
-    quiet_libraries()
+    quiet_transformers()
     expect_given("evaluate", job)
     job.check()
     folder = find_folder(Path(job.path))
@@ -318,7 +318,11 @@ def evaluate(job: EvaluateJob) -> EvaluateOutcome:
         failures: list[str] = []
         rows = perplexity_rows(scorer, windows, regimes, lengths, job.objective, display, failures)
         outcome = EvaluateOutcome(
-            run_folder=run.path, rows=rows, failures=failures, last_tokens=job.objective.last_tokens
+            run_folder=run.path,
+            rows=rows,
+            failures=failures,
+            last_tokens=job.objective.last_tokens,
+            regimes=rope_config.regimes,
         )
         write_json(run.path / "evaluation.json", outcome.to_json())
         return outcome
@@ -326,7 +330,7 @@ def evaluate(job: EvaluateJob) -> EvaluateOutcome:
 
 def verify(job: VerifyJob) -> VerifyOutcome:
     """Check a folder against its rope_config.json; see `ropesearch.artifact.verify.verify`."""
-    quiet_libraries()
+    quiet_transformers()
     expect_given("verify", job)
     folder = find_folder(Path(job.path))
     findings = verify_folder(folder, job.levels, job.max_logits_tokens)

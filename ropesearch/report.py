@@ -14,8 +14,10 @@ from ropesearch.evaluate.interval import paired_interval
 from ropesearch.evaluate.needle import NeedleEvaluation
 from ropesearch.evaluate.perplexity import Evaluation
 from ropesearch.evaluate.table import aligned, of_last, perplexity_text, render_table
+from ropesearch.rope.regime import Regime
 from ropesearch.score.objective import Objective
 from ropesearch.search.run import SearchResult
+from ropesearch.search.space import SEARCHED
 
 _NUM_FRONT_LINES = 6
 
@@ -74,17 +76,13 @@ class SearchOutcome:
                     "-" if searched is None else _value_text(result.objective.value(searched)),
                     selected.get(row.method, "-"),
                     perplexity_text(row.nats, row.tokens),
-                    "" if row is won else _above(row, won),
+                    "" if row is won else above_text(row, won),
                 ]
             )
         before, after = (cells.get((method, original_length)) for method in ("unscaled", result.method))
         price = "not known"
         if before and after:
-            price = (
-                f"perplexity at {original_length} tokens {perplexity_text(before.nats, before.tokens)} unscaled, "
-                f"{perplexity_text(after.nats, after.tokens)} now "
-                f"({_signed(math.expm1(after.nats / after.tokens - before.nats / before.tokens), '.1%')})"
-            )
+            price = short_price_text(before, after)
         parts = [
             f"perplexity at {target_length} tokens{of_last(_last_tokens(self.rope_config.search))} ({documents})",
             aligned(lines),
@@ -203,23 +201,35 @@ class EvaluateOutcome:
     rows: Sequence[Evaluation]
     failures: Sequence[str]
     last_tokens: int | None = None  # that were scored of each window; None: all
+    regimes: Sequence[Regime] = ()  # the result's, each measured at the lengths that it serves
     exit_code: int = 0
 
     def to_json(self) -> dict[str, Any]:
         """The rows as JSON values."""
-        rows = [row.to_json() for row in self.rows]
-        return {"run": str(self.run_folder), "evaluation": rows, "failures": list(self.failures)}
+        return {
+            "run": str(self.run_folder),
+            "regimes": [{"name": regime.name, "max_length": regime.max_length} for regime in self.regimes],
+            "evaluation": [row.to_json() for row in self.rows],
+            "failures": list(self.failures),
+        }
 
     def to_text(self) -> str:
         """The tables, for a terminal."""
         return "\n".join(
             [
                 render_table(self.rows, self.last_tokens),
+                *self._regime_lines(),
                 *(f"not scored: {failure}" for failure in self.failures),
                 "",
                 f"run  {self.run_folder}  (evaluation.json)",
             ]
         )
+
+    def _regime_lines(self) -> list[str]:
+        if len(self.regimes) < 2:
+            return []
+        served = ", ".join(f"{regime.name} up to {regime.max_length} tokens" for regime in self.regimes)
+        return ["", f"{SEARCHED}: {served}"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -338,8 +348,17 @@ def _last_tokens(search: Mapping[str, Any]) -> int | None:
     return objective.get("last_tokens") if isinstance(objective, Mapping) else None
 
 
-def _above(row: Evaluation, won: Evaluation) -> str:
-    """By how many nats per token `row` lies above the winner; a single document admits no interval."""
+def short_price_text(before: Evaluation, after: Evaluation) -> str:
+    """What short inputs have paid for `after`: both perplexities, and by which part the second is above the first."""
+    return (
+        f"perplexity at {before.length} tokens {perplexity_text(before.nats, before.tokens)} {before.method}, "
+        f"{perplexity_text(after.nats, after.tokens)} now "
+        f"({_signed(math.expm1(after.nats / after.tokens - before.nats / before.tokens), '.1%')})"
+    )
+
+
+def above_text(row: Evaluation, won: Evaluation) -> str:
+    """By how many nats per token `row` lies above `won`, with a 95 % interval; a single document admits no interval."""
     if len(row.window_nats) < 2:
         return _signed(row.nats / row.tokens - won.nats / won.tokens, ".4f")
     interval = paired_interval(row, won)

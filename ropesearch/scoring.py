@@ -10,8 +10,6 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import transformers
-
 from ropesearch.data.windows import Windows, check_vocabulary, needle_windows
 from ropesearch.errors import ScoringError
 from ropesearch.evaluate.needle import NeedleEvaluation, needle_row
@@ -225,11 +223,5 @@ def needle_rows_of(
 
 
 def cache_folder(path: str | None) -> Path | None:
-    """The folder that a job's key `cache` names."""
+    """The folder that the key `cache` names; None for none."""
     return None if path is None else Path(os.path.expanduser(path))
-
-
-def quiet_libraries() -> None:
-    """Progress bars and warnings of transformers would tear this program's own progress display."""
-    transformers.utils.logging.disable_progress_bar()
-    transformers.utils.logging.set_verbosity_error()

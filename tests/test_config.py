@@ -144,6 +144,7 @@ ALL_KEYS = {
     ],
     "evaluate": ["path", "run", "seed", "lengths", "device", "cache", *CORPUS_KEYS, *OBJECTIVE_KEYS],
     "verify": ["path", "levels", "max_logits_tokens"],
+    "export": ["path", "to", "single_table", "weights", "seed", "device", "cache", *CORPUS_KEYS],
     "status": ["path"],
 }
 EACH_KEY = [(job_name, key) for job_name in JOBS for key in keys_of(JOBS[job_name].schema)]

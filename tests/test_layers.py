@@ -17,7 +17,7 @@ FLOORS = [
     {"score", "artifact"},
     {"search", "train", "evaluate", "track", "launch"},
     {"config", "report", "scoring", "tracking"},
-    {"pipeline", "finetuning", "status", "demo"},
+    {"pipeline", "export", "finetuning", "status", "demo"},
     {"cli"},
 ]
 FLOOR_OF = {name: floor for floor, names in enumerate(FLOORS) for name in names}

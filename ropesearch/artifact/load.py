@@ -4,6 +4,7 @@ import contextlib
 import dataclasses
 import json
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -113,26 +114,34 @@ def load_unscaled(
     compared with the digest, see `read_bound`. Raises InputError, see `load_model` and `check_entries`.
     """
     check_entries(folder)
-    with tempfile.TemporaryDirectory(prefix="ropesearch-") as name:
-        # load_model takes a folder: this one has the same files, but for config.json.
-        view = Path(name)
-        for path in folder.iterdir():
-            if path.name not in ("config.json", schema.FILE_NAME):
-                (view / path.name).symlink_to(path.resolve())
-        (view / "config.json").write_text(json.dumps(rope_config.checkpoint.config))
+    with source_folder(folder, rope_config) as source:
         model_config = ModelConfig(
-            path=name,
+            path=str(source),
             dtype=dtype,
             device=device,
             attention=attention,
             trust_remote_code=trust_remote_code,
             original_length=rope_config.geometry.original_length,
         )
-        try:
-            loaded = load_model(model_config)
-        except InputError as error:
-            raise InputError(str(error).replace(name, str(folder))) from error
+        loaded = load_model(model_config)
     return dataclasses.replace(loaded, folder=folder)
+
+
+@contextlib.contextmanager
+def source_folder(folder: Path, rope_config: RopeConfig) -> Iterator[Path]:
+    """A view of a written folder as the checkpoint that it was written from: its files, but the config.json of
+    rope_config.json in place of the written one. It is there within the block; errors of the user speak of `folder`.
+    """
+    with tempfile.TemporaryDirectory(prefix="ropesearch-") as name:
+        view = Path(name)
+        for path in folder.iterdir():
+            if path.name not in ("config.json", schema.FILE_NAME):
+                (view / path.name).symlink_to(path.resolve())
+        (view / "config.json").write_text(json.dumps(rope_config.checkpoint.config))
+        try:
+            yield view
+        except (InputError, BindingError) as error:
+            raise type(error)(str(error).replace(name, str(folder))) from error
 
 
 def own_table(folder: Path, rope_config: RopeConfig, *, trust_remote_code: bool = False) -> OwnTable:

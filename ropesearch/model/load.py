@@ -290,3 +290,9 @@ def _own_weights(model: PreTrainedModel) -> None:
 def _reason(error: BaseException) -> str:
     text = " ".join(str(error).split())
     return f"{type(error).__name__}: {text[:300]}" if text else type(error).__name__
+
+
+def quiet_transformers() -> None:
+    """Progress bars and warnings of transformers would tear this program's own progress display."""
+    transformers.utils.logging.disable_progress_bar()
+    transformers.utils.logging.set_verbosity_error()

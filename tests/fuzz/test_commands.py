@@ -43,7 +43,7 @@ ODD_TEXTS = st.one_of(
 KEYS = {name: {key.name: key for key in config.keys_of(job.schema)} for name, job in config.JOBS.items()}
 JOBS = {name: list(keys) for name, keys in KEYS.items()}
 # Keys that make a run long, or write where other tests look; they get values of their own below.
-KEPT = {"budget.num_trials", "run", "cache"}
+KEPT = {"budget.num_trials", "run", "to", "cache"}
 
 
 WHOLE = st.one_of(
@@ -143,6 +143,7 @@ def good(job_name: str, given: Path) -> dict[str, str]:
         },
         "evaluate": {"path": str(given / "written"), "run": str(given.parent / "run"), "lengths": "[64]", **corpus},
         "verify": {"path": str(given / "written"), "max_logits_tokens": "70"},
+        "export": {"path": str(given / "written"), "to": str(given.parent / "exported"), "cache": corpus["cache"]},
         "status": {"path": str(given / "searched")},
     }[job_name]
 
@@ -268,6 +269,8 @@ def test_a_tokenizer_of_another_model_is_refused_before_anything_is_written(shar
         ["search", "m", "corpus.path=c", "target_length=9", "objective.last_tokens=9"],
         ["search", "m", "corpus.path=c", "target_length=-5"],
         ["evaluate", "f", "corpus.path=c", "lengths=[64,1]"],
+        ["export", "f", "to=x", "single_table=true"],
+        ["export", "f", "to=x", "corpus.path=c"],
         ["verify", "f", "levels=[]"],
         ["verify", "f", "max_logits_tokens=0"],
     ],
