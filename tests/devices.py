@@ -5,6 +5,7 @@ places raises what torch raises there; so a spread model can be run, and a tenso
 """
 
 import contextlib
+import functools
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -105,8 +106,8 @@ def spread(model: Any) -> Any:
     memory = get_balanced_memory(model, {0: 10**9, 1: 10**9}, no_split_module_classes=whole)
     device_map = accelerate.infer_auto_device_map(model, memory, whole)
     for name, place in device_map.items():
-        part = model.get_submodule(name)
-        for tensor in (*part.parameters(), *part.buffers()):
+        part = functools.reduce(getattr, name.split("."), model)
+        for tensor in [part] if isinstance(part, torch.Tensor) else [*part.parameters(), *part.buffers()]:
             put(tensor, _as_device(place))
     accelerate.dispatch_model(model, device_map, skip_keys=model._skip_keys_device_placement)
     return model

@@ -35,11 +35,28 @@ LENGTH = 96
 REGIME = Regime(
     name="r", max_length=LENGTH, factors=tuple(np.linspace(1, 3, 8)), attention_factor=1.1, retained_tokens=7
 )
+OTHERS = [
+    "falcon",
+    "gemma3n_text",
+    "glm4",
+    "gpt_neox",
+    "granite",
+    "helium",
+    "nemotron",
+    "phi",
+    "stablelm",
+    "starcoder2",
+]
+DYNAMIC = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0}
 SCORINGS = [
     ScoringConfig(num_blocks=LENGTH),
     ScoringConfig(num_blocks=LENGTH, chunk_tokens=20),
     ScoringConfig(num_blocks=LENGTH, chunk_tokens=20, offload_cache=True),
 ]
+
+
+def slow(name: str) -> Any:
+    return pytest.param(name, marks=pytest.mark.slow)
 
 
 def windows_of(num_windows: int = 2) -> Windows:
@@ -93,25 +110,30 @@ def test_what_transformers_is_told(toy_folder: Path, monkeypatch: pytest.MonkeyP
     assert device_arguments("cpu") == {"device_map": {"": torch.device("cpu")}}
 
 
-def test_logits_are_not_verified_on_several_devices(toy_folder: Path, tmp_path: Path) -> None:
+def test_other_jobs_than_a_search(toy_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = runs.search_words(toy_folder, runs.write_corpus(tmp_path / "texts"), tmp_path / "run", num_trials=1)
     assert main([*words, "model.device=cpu"]) == 0
+    if torch.cuda.device_count() < 2:
+        same = [word for word in words if word.startswith(("corpus.", "cache"))]
+        evaluation = ["evaluate", str(tmp_path / "run"), *same, f"run={tmp_path / 'evaluation'}"]
+        assert main([*evaluation, "device=balanced"]) == 2
+        assert "expected two or more accelerators" in capsys.readouterr().err
     with pytest.raises(InputError, match=r"device: logits are compared on one device, got 'balanced'"):
         list(verify(tmp_path / "run" / "checkpoint", device=BALANCED))
 
 
-@pytest.mark.parametrize("dtype", [DType.float32, DType.bfloat16], ids=str)
 @pytest.mark.parametrize(
-    ("architecture", "overrides"),
+    ("architecture", "dtype", "overrides"),
     [
-        ("llama", {}),
-        ("qwen3", {"tie_word_embeddings": True}),
-        ("llama", {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0}}),
+        ("llama", DType.float32, {}),
+        ("llama", DType.bfloat16, {}),
+        ("qwen3", DType.float32, {"tie_word_embeddings": True}),
+        ("llama", DType.float32, {"rope_parameters": DYNAMIC}),
     ],
-    ids=["llama", "tied", "dynamic"],
+    ids=["float32", "bfloat16", "tied", "dynamic"],
 )
 def test_scores_are_those_of_one_device_bit_for_bit(
-    tmp_path: Path, architecture: str, overrides: dict[str, Any], dtype: DType
+    tmp_path: Path, architecture: str, dtype: DType, overrides: dict[str, Any]
 ) -> None:
     folder = toys.write_checkpoint(tmp_path / "toy", architecture, num_hidden_layers=4, **overrides)
     one = loaded_from(folder, dtype, toys.ORIGINAL_LENGTH)
@@ -133,7 +155,7 @@ def test_scores_are_those_of_one_device_bit_for_bit(
     assert np.abs(expected[1] - expected[0]).max() < (1e-4 if dtype is DType.float32 else 1.0)
 
 
-@pytest.mark.parametrize("model_type", ["cohere", "gemma3_text", "moshi", "olmo3"])
+@pytest.mark.parametrize("model_type", ["cohere", "gemma3_text", "moshi", "olmo3", *(slow(name) for name in OTHERS)])
 def test_other_families_too(tmp_path: Path, model_type: str) -> None:
     """Neighbouring channels and scaled logits, two tables in one module, a module with a table for each layer."""
     folder = write_tiny_model(tmp_path / "tiny", model_type)
@@ -141,13 +163,13 @@ def test_other_families_too(tmp_path: Path, model_type: str) -> None:
     factors = tuple(np.linspace(1, 3, one.geometry.num_pairs))
     regime = Regime(name="r", max_length=LENGTH, factors=factors, attention_factor=1.1, retained_tokens=7)
     with installed(one, regime):
-        expected = [score_windows(one, windows_of(1), scoring).nats for scoring in SCORINGS]
+        expected = [score_windows(one, windows_of(1), scoring).nats for scoring in SCORINGS[:2]]
     with pretended():
         two = loaded_from(folder)
         spread(two.model)
         prove_installable(two)
         with installed(two, regime):
-            found = [score_windows(two, windows_of(1), scoring).nats for scoring in SCORINGS]
+            found = [score_windows(two, windows_of(1), scoring).nats for scoring in SCORINGS[:2]]
     for there, here in zip(found, expected, strict=True):
         np.testing.assert_array_equal(there, here)
 
@@ -215,7 +237,7 @@ def test_gradients_are_those_of_one_device(tmp_path: Path, monkeypatch: pytest.M
     assert len(calls) == 2 * 4  # each layer was computed again in the backward pass, and held nothing meanwhile
 
 
-@pytest.mark.parametrize("optimizer", ["gradient", "evolution"])
+@pytest.mark.parametrize("optimizer", ["gradient", pytest.param("evolution", marks=pytest.mark.slow)])
 def test_a_search_finds_what_it_finds_on_one_device(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, optimizer: str
 ) -> None:
