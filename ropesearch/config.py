@@ -89,6 +89,12 @@ class SearchJob(JobConfig):
                 f"optimizer: expected evolution, which can spread along the front of two objectives, got "
                 f"{plain(self)['optimizer']['name']}; give optimizer=evolution, or leave objective.two_objectives out"
             )
+        if self.objective.offload_cache and isinstance(self.optimizer, GradientConfig):
+            raise InputError(
+                "optimizer: expected one without gradients beside objective.offload_cache=true, got gradient: it needs "
+                "the whole window's activations on the device, more than the cache that has no room there; give "
+                "optimizer=evolution, or leave objective.offload_cache out"
+            )
         self.selection.check()
         self.budget.check()
         self.storage.check()
@@ -131,7 +137,7 @@ class EvaluateJob(JobConfig):
     run: str | None = setting(None, "folder for the results; by default runs/evaluate-<fingerprint of what is asked>")
     seed: int = setting(0, "seed of the splits (as in the search) and of the intervals")
     lengths: list[int] = setting([], "lengths in tokens; by default original_length and its doublings up to the target")
-    device: str = setting("auto", "torch device, or auto: a GPU where there is one")
+    device: str = setting("auto", "as model.device of a search: torch device, auto or balanced")
     cache: str | None = setting("~/.cache/ropesearch", "folder that keeps tokenised texts between runs; null for none")
     corpus: CorpusConfig = group(CorpusConfig)
     objective: ScoringConfig = group(ScoringConfig)

@@ -33,3 +33,9 @@ class NothingScoredError(RopesearchError):
 
 class ScoringError(RopesearchError):
     """One candidate could not be scored (out of memory, not a number). A search records it as a failed trial."""
+
+
+def in_one_line(error: BaseException) -> str:
+    """Kind and text of another library's error, for a message of ours."""
+    text = " ".join(str(error).split())
+    return f"{type(error).__name__}: {text[:300]}" if text else type(error).__name__

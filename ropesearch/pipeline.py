@@ -156,7 +156,8 @@ def search(job: SearchJob) -> SearchOutcome:
             load=lambda: origin.loaded_with(lambda: load_model(job.model)),
             identity=lambda of, scoring: {**depends_on, **scoring_identity(job.model, of, scoring)},
             store=ScoreStore(run.path / "scores"),
-            last_tokens=job.objective.last_tokens,
+            scoring=job.objective,
+            longest_tokens=job.target_length,
         )
         if run.is_new:
             scorer.prove([*windows.values(), *needles.values()])
@@ -310,6 +311,8 @@ def evaluate(job: EvaluateJob) -> EvaluateOutcome:
             load=lambda: origin.loaded_with(lambda: load_unscaled(folder, rope_config, device=job.device)),
             identity=lambda of, scoring: {**depends_on, **scoring_identity(model_config, of, scoring)},
             store=ScoreStore(run.path / "scores"),
+            scoring=job.objective,
+            longest_tokens=max(lengths),
         )
         if run.is_new:
             scorer.prove([windows])

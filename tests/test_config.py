@@ -38,6 +38,7 @@ CORPUS_KEYS = [
 OBJECTIVE_KEYS = [
     "objective.last_tokens",
     "objective.chunk_tokens",
+    "objective.offload_cache",
     "objective.num_blocks",
     "objective.lengths",
     "objective.length_weights",

@@ -31,6 +31,7 @@ from ropesearch.artifact.load import load, load_unscaled, own_table
 from ropesearch.artifact.schema import RopeConfig
 from ropesearch.artifact.strict_json import read_json_object
 from ropesearch.errors import BindingError, InputError
+from ropesearch.model.devices import BALANCED
 from ropesearch.model.install import installed, rotary_table
 from ropesearch.model.load import LOAD_ERRORS, LoadedModel
 from ropesearch.model.own import OwnTable
@@ -353,6 +354,8 @@ def _check_logits(
     if left_out and max_logits_tokens not in lengths:
         lengths.append(max_logits_tokens)
 
+    if device == BALANCED:
+        raise InputError(f"device: logits are compared on one device, got {BALANCED!r}; give one, or leave logits out")
     served = _served_by_transformers(rope_config)
     loaded = load_unscaled(folder, rope_config, device=device)
     device, attention = loaded.device, loaded.attention

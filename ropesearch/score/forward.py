@@ -51,12 +51,6 @@ def vocabulary_tokens(model: Any) -> int:
     return int(model.get_input_embeddings().num_embeddings)
 
 
-def new_cache(model: Any) -> Any:
-    from transformers import DynamicCache
-
-    return DynamicCache(config=model.config)
-
-
 def num_head_rows(model: Any, device: torch.device) -> tuple[int, int]:
     """How many hidden states the output head should be given at once, and of how many of these the loss be taken."""
     row_bytes = 4 * vocabulary_tokens(model)

@@ -81,9 +81,13 @@ def recomputed(model: Any) -> Iterator[None]:
     """Within the block the model's layers keep their inputs alone for the backward pass, in evaluation mode too."""
     with contextlib.ExitStack() as stack:
         for module in model.modules():
-            if isinstance(module, GradientCheckpointingLayer) and "forward" not in vars(module):
+            if isinstance(module, GradientCheckpointingLayer):
+                hooked = vars(module).get("forward")  # of a spread model, with what moves the layer's input
+                if hooked is None:
+                    stack.callback(delattr, module, "forward")
+                else:
+                    stack.callback(setattr, module, "forward", hooked)
                 module.forward = _checkpointed(module.forward)
-                stack.callback(delattr, module, "forward")
         yield
 
 

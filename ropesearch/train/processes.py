@@ -11,7 +11,7 @@ import torch.distributed
 from accelerate import PartialState
 
 from ropesearch.errors import InputError
-from ropesearch.model.load import device_of
+from ropesearch.model.devices import device_of
 
 # What asks accelerate for ways to train that this loop has not.
 _NOT_FOLLOWED = {
