@@ -60,7 +60,7 @@ def in_words(devices: Iterable[torch.device]) -> str:
 
 
 def device_of(name: str) -> torch.device:
-    """The one device that a name stands for, auto the first GPU where there is one. InputError where it is not there."""
+    """The device that a name stands for, auto the first GPU or the CPU. InputError where it is not there."""
     if name == "auto":
         return torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
     try:
