@@ -18,7 +18,7 @@ from ropesearch import __version__, config
 from ropesearch.errors import InputError, RopesearchError
 from ropesearch.launch.config import SlurmConfig
 from ropesearch.run_folder import LOGGED_IN, RunFolder
-from ropesearch.stopping import Stopping
+from ropesearch.stopping import Stopped, Stopping
 
 _INTERNAL_ERROR = 70
 # What the system says of full, broken, locked and unreachable disks.
@@ -45,6 +45,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             except Exception as error:
                 if not stopping.asked:  # else a library has made an error of it
                     return _failed(error, again)
+        except Stopped as stopped:
+            stopping.take(stopped)
         except KeyboardInterrupt:
             pass
         stopping.say()

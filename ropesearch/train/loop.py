@@ -159,7 +159,7 @@ class FineTuning:
                 if event is None:
                     if done > last_saved:
                         self._states.save(done, self._parameters, self._optimizer)
-                    raise stopping.Stopped("a signal")
+                    raise stopping.Stopped("SIGTERM")  # which may have come to another process alone
                 done = step + 1
                 is_last = done == self._config.num_steps
                 if is_last:
