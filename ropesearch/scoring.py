@@ -54,8 +54,7 @@ class JobScorer:
             prove_scorer(loaded, self.scoring.offload_cache)
         if self.scoring.chunk_tokens is not None and self.scoring.chunk_tokens < self.longest_tokens:
             check_memory(loaded.model, self.longest_tokens, self.scoring.offload_cache)
-        how = (loaded.folder, loaded.dtype, loaded.attention, loaded.device)
-        _log.info("loaded %s as %s with %s attention on %s", *how)
+        _log.info("loaded %s as %s with %s attention", loaded.folder, loaded.dtype, loaded.attention)
         return loaded
 
     def prove(self, windows: Iterable[Windows]) -> None:

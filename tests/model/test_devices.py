@@ -4,6 +4,8 @@ There are no accelerators here: the models run on two that are pretended (tests/
 hooks of accelerate.
 """
 
+import dataclasses
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,6 +15,8 @@ import pytest
 import torch
 import transformers
 
+import ropesearch
+from ropesearch.artifact import load as load_module
 from ropesearch.artifact.verify import verify
 from ropesearch.cli import main
 from ropesearch.data.windows import Windows
@@ -72,6 +76,14 @@ def loaded_from(folder: Path, dtype: DType = DType.float32, original_length: int
     return load_model(config)
 
 
+def spread_over_two(config: ModelConfig) -> LoadedModel:
+    """In place of `load_model`, within `pretended()`."""
+    assert config.device == BALANCED
+    loaded = load_model(dataclasses.replace(config, device="cpu"))
+    spread(loaded.model)
+    return loaded
+
+
 @pytest.mark.parametrize(("memory", "got"), [({}, "none"), ({0: 10**9}, "1"), ({"mps": 10**9}, "1")])
 def test_spreading_needs_two_accelerators(
     toy_folder: Path, monkeypatch: pytest.MonkeyPatch, memory: dict[Any, int], got: str
@@ -110,16 +122,36 @@ def test_what_transformers_is_told(toy_folder: Path, monkeypatch: pytest.MonkeyP
     assert device_arguments("cpu") == {"device_map": {"": torch.device("cpu")}}
 
 
-def test_other_jobs_than_a_search(toy_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    words = runs.search_words(toy_folder, runs.write_corpus(tmp_path / "texts"), tmp_path / "run", num_trials=1)
+def test_other_jobs_than_a_search(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """`evaluate` and `ropesearch.load` spread a model as a search does; `verify` compares logits on one device."""
+    folder = toys.write_checkpoint(tmp_path / "toy", num_hidden_layers=4)
+    words = runs.search_words(folder, runs.write_corpus(tmp_path / "texts"), tmp_path / "run", num_trials=1)
     assert main([*words, "model.device=cpu"]) == 0
+    checkpoint = tmp_path / "run" / "checkpoint"
+    same = [word for word in words if word.startswith(("corpus.", "cache"))]
+    evaluation = ["evaluate", str(checkpoint), *same, "objective.chunk_tokens=50"]
+    assert main([*evaluation, "device=cpu", f"run={tmp_path / 'one'}"]) == 0
     if torch.cuda.device_count() < 2:
-        same = [word for word in words if word.startswith(("corpus.", "cache"))]
-        evaluation = ["evaluate", str(tmp_path / "run"), *same, f"run={tmp_path / 'evaluation'}"]
-        assert main([*evaluation, "device=balanced"]) == 2
+        capsys.readouterr()
+        assert main([*evaluation, "device=balanced", f"run={tmp_path / 'none'}"]) == 2
         assert "expected two or more accelerators" in capsys.readouterr().err
     with pytest.raises(InputError, match=r"device: logits are compared on one device, got 'balanced'"):
-        list(verify(tmp_path / "run" / "checkpoint", device=BALANCED))
+        list(verify(checkpoint, device=BALANCED))
+
+    tokens = torch.from_numpy(windows_of(1).token_ids.astype(np.int64))
+    expected = ropesearch.load(checkpoint, device="cpu")[0](input_ids=tokens).logits
+    monkeypatch.setattr(load_module, "load_model", spread_over_two)
+    with pretended():
+        assert main([*evaluation, "device=balanced", f"run={tmp_path / 'two'}"]) == 0
+        model, _ = ropesearch.load(checkpoint, device=BALANCED)
+        assert devices_of(model) == [FIRST, SECOND]
+        found = model(input_ids=tokens.to(FIRST)).logits.cpu()
+    assert torch.equal(found, expected)
+    one, two = (json.loads((tmp_path / name / "evaluation.json").read_text())["evaluation"] for name in ("one", "two"))
+    assert len(one) >= 5
+    assert two == one
 
 
 @pytest.mark.parametrize(
@@ -252,12 +284,6 @@ def test_a_search_finds_what_it_finds_on_one_device(
         "objective.chunk_tokens=50",
     ]
     assert main([*words, "model.device=cpu"]) == 0
-
-    def spread_over_two(config: ModelConfig) -> LoadedModel:
-        assert config.device == BALANCED
-        loaded = load_model(ModelConfig(path=config.path, device="cpu"))
-        spread(loaded.model)
-        return loaded
 
     monkeypatch.setattr(pipeline, "load_model", spread_over_two)
     with pretended():
