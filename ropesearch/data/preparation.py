@@ -16,7 +16,7 @@ from ropesearch.data.config import SPLITS, TRAINING, CorpusConfig, MixtureConfig
 from ropesearch.data.documents import Document, read_documents
 from ropesearch.data.packing import IntArray
 from ropesearch.data.splits import EvaluationTexts, content_digest
-from ropesearch.data.tokens import TokenIds, all_tokens, first_tokens, tokenizer_digest
+from ropesearch.data.tokens import TokenIds, all_tokens_of_each, first_tokens, tokenizer_digest
 from ropesearch.data.training_tokens import (
     BucketCounts,
     BucketWriter,
@@ -36,6 +36,7 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 
 _LEAST_TOKENS = 2  # of a document: in a shorter one nothing is predicted
+_CHARACTERS_AT_ONCE = 1 << 22  # read and tokenised together
 _LOG_DOCUMENTS = 10_000
 
 
@@ -58,7 +59,8 @@ def prepare_training_tokens(
     texts of `exclude` (`windows.evaluation_texts`) and copies of them, and of texts that differ in white space only the
     first alone. The files of a folder are read in an order drawn from the seed, a dataset in its own, and no further
     than until each bucket has what its share needs or, where documents of some length are rare, until
-    `corpus.max_documents` in a row were of no use. One document at a time is in memory, and a digest of each.
+    `corpus.max_documents` in a row were of no use. In memory are some millions of characters, or one document that is
+    longer, and a digest of each.
 
     Where short documents do not suffice, longer ones are cut into pieces of original_length tokens (BOS and the text
     that follows) that fill the short bucket: first those for which their own bucket had no room, then the others.
@@ -138,9 +140,9 @@ class _Preparation:
         self._bos: TokenIds = bos
         self._eos: TokenIds = eos
         self._bounds = mixture.bucket_bounds(identity["original_length"])
-        self._needed = [math.ceil(share * identity["num_tokens"]) for share in mixture.shares]
+        self._needed: list[int] = [math.ceil(share * identity["num_tokens"]) for share in mixture.shares]
         # The rows of a bucket may be one more than its share.
-        self._wanted = [needed and needed + identity["row_tokens"] for needed in self._needed]
+        self._wanted: list[int] = [needed and needed + identity["row_tokens"] for needed in self._needed]
         self._writers = [BucketWriter(folder, bucket_name(index)) for index in range(len(self._bounds))]
         self._spare = BucketWriter(folder, "spare")  # documents for pieces, if it comes to that
         self._seen: set[bytes] = set()
@@ -176,16 +178,38 @@ class _Preparation:
 
     def _sort(self, documents: Iterator[Document]) -> None:
         num_useless = 0
-        while self._missing() and num_useless < self._corpus.max_documents:
-            document = next(documents, None)
-            if document is None:
-                return
+        for text, token_ids in self._tokenised(documents):
             self._count("num_documents")
-            num_useless = 0 if self._keep(document.text) else num_useless + 1
+            num_useless = 0 if self._keep(text, token_ids) else num_useless + 1
             if self._read.num_documents % _LOG_DOCUMENTS == 0:
                 held = " + ".join(f"{writer.num_tokens:,}" for writer in self._writers)
                 _log.info("%d documents read, %s training tokens by length", self._read.num_documents, held)
-        self._read = dataclasses.replace(self._read, stopped=bool(self._missing()))
+            if not self._missing():
+                return
+            if num_useless == self._corpus.max_documents:
+                self._read = dataclasses.replace(self._read, stopped=True)
+                return
+
+    def _tokenised(self, documents: Iterator[Document]) -> Iterator[tuple[str, TokenIds]]:
+        """The texts and their tokens: all, or as many as show that a document is too long. Some texts at once, so that
+        all cores work."""
+        num_special = len(self._bos) + len(self._eos)
+        while texts := self._next_texts(documents):
+            greatest = self._bounds[self._missing()[-1]][1]
+            if greatest is None or self._lacks_spare():
+                yield from zip(texts, all_tokens_of_each(self._tokenizer, texts), strict=True)
+            else:
+                for text in texts:
+                    yield text, first_tokens(self._tokenizer, text, max(1, greatest - num_special + 1))
+
+    @staticmethod
+    def _next_texts(documents: Iterator[Document]) -> list[str]:
+        texts: list[str] = []
+        num_characters = 0
+        while num_characters < _CHARACTERS_AT_ONCE and (document := next(documents, None)) is not None:
+            texts.append(document.text)
+            num_characters += len(document.text)
+        return texts
 
     def _missing(self) -> list[int]:
         """The buckets that need more."""
@@ -195,24 +219,21 @@ class _Preparation:
             if writer.num_tokens < wanted
         ]
 
-    def _keep(self, text: str) -> bool:
+    def _lacks_spare(self) -> bool:
+        """Whether longer documents are wanted for pieces, should no more short ones come."""
+        return self._writers[0].num_tokens + self._spare.num_tokens < self._wanted[0]
+
+    def _keep(self, text: str, token_ids: TokenIds) -> bool:
         """Put a text where it belongs; false if it is of no use."""
         missing = self._missing()
-        spare_missing = self._writers[0].num_tokens + self._spare.num_tokens < self._wanted[0]
-        num_special = len(self._bos) + len(self._eos)
-        greatest = self._bounds[missing[-1]][1]
-        if greatest is None or spare_missing:
-            token_ids = all_tokens(self._tokenizer, text)
-        else:  # of a document that is too long it is enough to know that
-            token_ids = first_tokens(self._tokenizer, text, max(1, greatest - num_special + 1))
-        length = len(token_ids) + num_special
+        length = len(token_ids) + len(self._bos) + len(self._eos)
         if not len(token_ids) or length < _LEAST_TOKENS:
             return self._count("num_empty")
         bucket = next(index for index, (_, up_to) in enumerate(self._bounds) if up_to is None or length <= up_to)
         self._num_met[bucket] += 1
         self._longest_tokens = max(self._longest_tokens, length)
         writer = self._writers[bucket] if bucket in missing else self._spare
-        if writer is self._spare and not (bucket and spare_missing):
+        if writer is self._spare and not (bucket and self._lacks_spare()):
             return self._count("num_without_room")
         if any(texts.holds(text, token_ids) for texts in self._exclude):
             return self._count("num_excluded")

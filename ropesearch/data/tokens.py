@@ -3,6 +3,7 @@
 import hashlib
 import io
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -30,6 +31,13 @@ def all_tokens(tokenizer: "PreTrainedTokenizerBase", text: str) -> TokenIds:
     """
     ids: list[int] = tokenizer.encode(text, add_special_tokens=False, split_special_tokens=True, verbose=False)
     return np.array(ids, dtype=np.int32)
+
+
+def all_tokens_of_each(tokenizer: "PreTrainedTokenizerBase", texts: Sequence[str]) -> list[TokenIds]:
+    """As `all_tokens` of each text, on all cores where the tokenizer can."""
+    options = {"add_special_tokens": False, "split_special_tokens": True, "verbose": False}
+    each: list[list[int]] = tokenizer(list(texts), return_attention_mask=False, **options)["input_ids"]
+    return [np.array(ids, dtype=np.int32) for ids in each]
 
 
 def first_tokens(tokenizer: "PreTrainedTokenizerBase", text: str, num_tokens: int) -> TokenIds:

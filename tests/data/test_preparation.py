@@ -122,8 +122,14 @@ def test_length_counts_bos_and_eos_and_special_spellings_are_text(
     assert documents_of(shorter.buckets[1])[0] == first
 
 
+@pytest.fixture
+def one_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No text is read before the one before it is in its bucket."""
+    monkeypatch.setattr(preparation, "_CHARACTERS_AT_ONCE", 1)
+
+
 def test_reading_stops_when_every_bucket_has_what_it_needs(
-    bytes_tokenizer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    bytes_tokenizer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, one_at_a_time: None
 ) -> None:
     read: list[int] = []
 
@@ -153,6 +159,20 @@ def test_reading_stops_when_every_bucket_has_what_it_needs(
         f"{stopped.read.num_documents} documents were read and no more, since the last of them (corpus.max_documents) "
         "were of no use",
     )
+
+
+@pytest.mark.parametrize("num_characters", [1, 100, 1000, 1 << 22])
+def test_how_many_are_read_at_once_changes_nothing(
+    bytes_tokenizer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, num_characters: int
+) -> None:
+    texts = [text_of(index, 3 + 7 * index % 90) for index in range(200)]
+    corpus = dataclasses.replace(write_corpus(tmp_path / "a.jsonl", texts), max_documents=9)
+    for num_tokens in (100, 1000, 4000):
+        monkeypatch.setattr(preparation, "_CHARACTERS_AT_ONCE", 50)
+        first = prepare(corpus, bytes_tokenizer, tmp_path / f"{num_tokens}", THREE, num_tokens=num_tokens)
+        monkeypatch.setattr(preparation, "_CHARACTERS_AT_ONCE", num_characters)
+        second = prepare(corpus, bytes_tokenizer, tmp_path / f"{num_tokens}again", THREE, num_tokens=num_tokens)
+        assert second.to_json() == first.to_json()
 
 
 @settings(max_examples=40, deadline=None)
@@ -323,8 +343,8 @@ def test_a_tokenizer_without_special_tokens(bytes_tokenizer: Any, tmp_path: Path
     class Plain:
         bos_token_id = eos_token_id = None
 
-        def encode(self, text: str, **_: Any) -> list[int]:
-            return [ord(letter) for letter in text]
+        def __call__(self, texts: list[str], **_: Any) -> dict[str, list[list[int]]]:
+            return {"input_ids": [[ord(letter) for letter in text] for text in texts]}
 
     corpus = write_corpus(tmp_path / "a.jsonl", ["a", "bc", "d" * 33])
     tokens = prepare(corpus, Plain(), tmp_path / "tokens")
@@ -333,7 +353,9 @@ def test_a_tokenizer_without_special_tokens(bytes_tokenizer: Any, tmp_path: Path
     assert (tokens.padding_token_id, tokens.read.num_empty, tokens.greatest_token_id) == (0, 1, ord("d"))
 
 
-def test_only_the_beginning_of_a_book_is_tokenised_when_only_short_documents_lack(tmp_path: Path) -> None:
+def test_only_the_beginning_of_a_book_is_tokenised_when_only_short_documents_lack(
+    tmp_path: Path, one_at_a_time: None
+) -> None:
     lengths: list[int] = []
 
     class Counting:
@@ -342,6 +364,9 @@ def test_only_the_beginning_of_a_book_is_tokenised_when_only_short_documents_lac
         def encode(self, text: str, **_: Any) -> list[int]:
             lengths.append(len(text))
             return [ord(letter) for letter in text]
+
+        def __call__(self, texts: list[str], **_: Any) -> dict[str, list[list[int]]]:
+            return {"input_ids": [self.encode(text) for text in texts]}
 
     books = [text_of(index, 100_000) for index in range(6)]
     tokens = prepare(write_corpus(tmp_path / "a.jsonl", books), Counting(), tmp_path / "tokens", num_tokens=150_000)
@@ -419,7 +444,7 @@ def test_damaged_training_tokens_are_refused(
     prepare(corpus, bytes_tokenizer, folder / "tokens", THREE)
     victim = data.draw(st.sampled_from(sorted((folder / "tokens").iterdir())))
     content = victim.read_bytes()
-    at = data.draw(st.integers(0, len(content) - 2))
+    at = data.draw(st.integers(0, 10**9)) % (len(content) - 1)  # how long the description is hangs on the folder's name
     kind = data.draw(st.sampled_from(["flip", "cut", "junk", "gone", "longer"]))
     if kind == "flip":
         victim.write_bytes(content[:at] + bytes([content[at] ^ data.draw(st.integers(1, 255))]) + content[at + 1 :])
@@ -429,6 +454,17 @@ def test_damaged_training_tokens_are_refused(
         victim.write_bytes({"cut": content[:at], "longer": content + b"0"}.get(kind, data.draw(st.binary(max_size=99))))
     with pytest.raises(InputError, match=r"tokens: expected (whole )?training tokens.*; remove the folder, so that"):
         prepare(corpus, bytes_tokenizer, folder / "tokens", THREE)
+
+
+def test_a_changed_count_is_found_out(bytes_tokenizer: Any, tmp_path: Path) -> None:
+    corpus = write_corpus(tmp_path / "a.jsonl", [text_of(0, 5), text_of(1, 50)])
+    prepare(corpus, bytes_tokenizer, tmp_path / "tokens")
+    path = tmp_path / "tokens" / "training_tokens.json"
+    values = json.loads(path.read_text())
+    values["read"]["num_documents"] += 1
+    path.write_text(json.dumps(values))
+    with pytest.raises(InputError, match=r"something else \(training_tokens\.json is not as it was written\)"):
+        open_training_tokens(tmp_path / "tokens")
 
 
 def test_training_tokens_of_another_version_are_refused(bytes_tokenizer: Any, tmp_path: Path) -> None:
