@@ -147,7 +147,10 @@ class EvaluateJob(JobConfig):
 
     def check(self) -> None:
         """Raise InputError for what no folder and no texts could make right."""
-        for length in self.lengths or self.objective.lengths:
+        lengths = self.lengths or self.objective.lengths
+        if len(set(lengths)) < len(lengths):
+            raise InputError(f"lengths: expected each once, got {lengths}")
+        for length in lengths:
             self.objective.check(length)
         self.corpus.check()
 

@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import torch
+import transformers
 from transformers import AutoModelForCausalLM
 
 from ropesearch.artifact.config import VerifyLevel
@@ -237,19 +238,31 @@ def _wrong_retained(loaded: LoadedModel, regime: Regime, unscaled: torch.Tensor)
 
 
 def _wrong_artefact(loaded: LoadedModel, regime: Regime, folder: Path) -> list[str]:
-    """What a plain from_pretrained of the written folder has otherwise than the installed regime."""
-    rope_config = examples.rope_config(
-        target_length=TARGET_LENGTH,
-        geometry=loaded.geometry,
-        regimes=(regime,),
-        checkpoint=checkpoint_binding(folder / "source"),
-    )
-    write_checkpoint_folder(folder / "source", folder / "extended", rope_config)
-    try:
-        findings = verify(folder / "extended", [VerifyLevel.table, VerifyLevel.logits], device="cpu")
-    except InputError as error:
-        return [f"artefact: {_short(error, folder)}"]
-    return [f"artefact: {finding.message}" for finding in findings if not finding.ok]
+    """What a plain from_pretrained of the written folder has otherwise than the installed regime: as the one for all
+    lengths, and as the long one beside a short one.
+    """
+    wrong = []
+    plain = Regime(name="short", max_length=loaded.geometry.original_length, factors=(1.0,) * loaded.geometry.num_pairs)
+    for place, regimes in (("extended", (regime,)), ("of-two", (plain, regime))):
+        rope_config = examples.rope_config(
+            target_length=TARGET_LENGTH,
+            geometry=loaded.geometry,
+            regimes=regimes,
+            checkpoint=checkpoint_binding(folder / "source"),
+        )
+        write_checkpoint_folder(
+            folder / "source", folder / place, rope_config, allow_unportable=bool(rope_config.not_portable)
+        )
+        levels = [VerifyLevel.table, VerifyLevel.logits]
+        if len(regimes) > 1 and loaded.geometry.layer_types and transformers.__version__.startswith("5.16."):
+            levels = [VerifyLevel.table]  # see loader_limits
+        try:
+            findings = verify(folder / place, levels, device="cpu")
+        except InputError as error:
+            wrong.append(f"artefact {place}: {_short(error, folder)}")
+        else:
+            wrong += [f"artefact {place}: {finding.message}" for finding in findings if not finding.ok]
+    return wrong
 
 
 def _short(error: BaseException, folder: Path | None = None) -> str:

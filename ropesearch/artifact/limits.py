@@ -6,8 +6,9 @@ from ropesearch.artifact.config_json import described_regimes, older_loaders
 from ropesearch.artifact.schema import RopeConfig
 from ropesearch.rope.regime import Regime
 
-# Their prepare_inputs_for_generation in transformers empties the cache once a sequence outgrows the short list.
-_RECOMPUTE_AT_THE_CROSSING = ("phi3", "phi4_multimodal")
+# Their prepare_inputs_for_generation in transformers drops the cache once a sequence outgrows the short list; 5.16 then
+# gives the model the last token alone.
+_DROP_THE_CACHE = ("phi3", "phi4_multimodal")
 
 
 def loader_limits(rope_config: RopeConfig) -> tuple[str, ...]:
@@ -42,8 +43,9 @@ def _limits(rope_config: RopeConfig) -> Iterator[str]:
 def _of_two(short: Regime, long: Regime, model_type: str) -> Iterator[str]:
     threshold = short.max_length
     crossing = (
-        "generate() of this family computes the cache anew there, a loop of forward passes does not"
-        if model_type in _RECOMPUTE_AT_THE_CROSSING
+        "generate() of this family computes them anew there in transformers 5.24, forgets all but the last token in "
+        "5.16; a loop of forward passes goes on with the wrong ones"
+        if model_type in _DROP_THE_CACHE
         else "what it answers from there on is wrong"
     )
     yield (

@@ -269,6 +269,7 @@ def test_a_tokenizer_of_another_model_is_refused_before_anything_is_written(shar
         ["search", "m", "corpus.path=c", "target_length=9", "objective.last_tokens=9"],
         ["search", "m", "corpus.path=c", "target_length=-5"],
         ["evaluate", "f", "corpus.path=c", "lengths=[64,1]"],
+        ["evaluate", "f", "corpus.path=c", "lengths=[64,64]"],
         ["export", "f", "to=x", "single_table=true"],
         ["export", "f", "to=x", "corpus.path=c"],
         ["verify", "f", "levels=[]"],
