@@ -4,6 +4,7 @@ import logging
 import os
 import sys
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -13,6 +14,8 @@ from accelerate import PartialState
 from ropesearch.errors import InputError
 from ropesearch.model.devices import device_of
 
+# Others wait while the first process prepares the texts. Who has died is known to torchrun, whatever this is.
+_PATIENCE = timedelta(days=2)
 # What asks accelerate for ways to train that this loop has not.
 _NOT_FOLLOWED = {
     "ACCELERATE_USE_DEEPSPEED": "DeepSpeed keeps weights and moments in a format of its own, of pickles",
@@ -46,7 +49,7 @@ class Processes:
                     f"(FSDP2), got another way, which is not followed: {reason}; start with torchrun alone"
                 )
         wants_cpu = device == "cpu" or not torch.cuda.is_available()
-        state: Any = PartialState(cpu=wants_cpu)
+        state: Any = PartialState(cpu=wants_cpu, timeout=_PATIENCE)
         alone = state.num_processes == 1
         own = device_of(device) if alone else state.device
         if state.process_index:
