@@ -107,8 +107,8 @@ class TrainingTokens:
                 )
         if self.read.stopped:
             notes.append(
-                f"{self.read.num_documents:,} documents were read and no more, since the last of them "
-                "(corpus.max_documents) were of no use"
+                f"reading stopped after {self.read.num_documents:,} documents, as the last "
+                f"{self.identity['corpus']['max_documents']:,} (corpus.max_documents) were of no use"
             )
         return tuple(notes)
 

@@ -122,6 +122,19 @@ def test_length_counts_bos_and_eos_and_special_spellings_are_text(
     assert documents_of(shorter.buckets[1])[0] == first
 
 
+@settings(max_examples=40, deadline=None)
+@given(texts=st.lists(st.text(st.characters(exclude_categories=["Cs"]), max_size=60), max_size=12))
+def test_any_text_comes_out_as_its_own_tokens(
+    tokenizer: Any, tmp_path_factory: pytest.TempPathFactory, texts: list[str]
+) -> None:
+    folder = tmp_path_factory.mktemp("corpus")
+    corpus = write_corpus(folder / "a.jsonl", [*texts, "a <s> b", text_of(0, 200)])
+    tokens = prepare(corpus, tokenizer, folder / "tokens", LONG_ONLY, original_length=2)
+    different = {" ".join(document.text.split()): document.text for document in [*read_documents(corpus)][::-1]}
+    expected = [whole(tokenizer, text) for text in different.values()]
+    assert sorted(documents_of(tokens.buckets[1])) == sorted(each for each in expected if len(each) > 2)
+
+
 @pytest.fixture
 def one_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
     """No text is read before the one before it is in its bucket."""
@@ -156,8 +169,8 @@ def test_reading_stops_when_every_bucket_has_what_it_needs(
     assert stopped.notes() == (
         f"the documents of more than 16 tokens are gone through {1000 / long.num_tokens:.1f} times: {long.num_tokens} "
         "tokens for 1,000",
-        f"{stopped.read.num_documents} documents were read and no more, since the last of them (corpus.max_documents) "
-        "were of no use",
+        f"reading stopped after {stopped.read.num_documents} documents, as the last 5 (corpus.max_documents) were of "
+        "no use",
     )
 
 
