@@ -27,7 +27,6 @@ from tests import runs, toys
 from tests.artifact import examples
 
 COUNTS = {f"num_{split}_windows": 2 for split in ("search", "selection", "held_out")}
-TRAINED = {"base_checkpoint": examples.CHECKPOINT, "training": {"num_steps": 3}}
 OF_THE_PAIR = [("searched", 64), ("short", 64), ("searched", 256), ("yarn", 64)]
 Captured = pytest.CaptureFixture[str]
 
@@ -39,7 +38,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     source = toys.write_checkpoint(place / "source")
     rows = [{**examples.EVALUATION[0], "method": method, "length": length} for method, length in OF_THE_PAIR]
     for name, changes in (
-        ("two", {"regimes": examples.TWO, "evaluation": rows, **TRAINED}),
+        ("two", {"evaluation": rows, **examples.FINE_TUNED}),
         ("one", {}),
         ("retained", {"regimes": (examples.SHORT, dataclasses.replace(examples.LONG, retained_tokens=2))}),
     ):

@@ -3,7 +3,6 @@
 import copy
 import dataclasses
 import gc
-import itertools
 import json
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
@@ -15,7 +14,6 @@ import numpy as np
 import torch
 import transformers
 
-from ropesearch import seeding
 from ropesearch.artifact.config import VerifyLevel
 from ropesearch.artifact.config_json import described_regimes, regime_config
 from ropesearch.artifact.digest import (
@@ -28,12 +26,13 @@ from ropesearch.artifact.digest import (
 from ropesearch.artifact.folder import Difference, json_differences
 from ropesearch.artifact.limits import loader_limits
 from ropesearch.artifact.load import load, load_unscaled, own_table
+from ropesearch.artifact.logits import greatest_difference, logits_under, plain_load, random_logits
 from ropesearch.artifact.schema import RopeConfig
 from ropesearch.artifact.strict_json import read_json_object
 from ropesearch.errors import BindingError, InputError
 from ropesearch.model.devices import BALANCED
-from ropesearch.model.install import installed, rotary_table
-from ropesearch.model.load import LOAD_ERRORS, LoadedModel
+from ropesearch.model.install import rotary_table
+from ropesearch.model.load import LOAD_ERRORS
 from ropesearch.model.own import OwnTable
 from ropesearch.model.rotary import find_tables, rescaled_tables
 from ropesearch.model.skeleton import build_skeleton
@@ -43,14 +42,12 @@ from ropesearch.rope.regime import Regime, inverse_frequencies
 # float32 powers of theta are this close to the float64 ones (relative); the float32 table itself is compared exactly.
 _TABLE_TOLERANCE = 1e-5
 _LOGITS_TOLERANCE = 1e-5
-_NUM_POSITIONS = 64
 _NUM_SHOWN = 10
 # Keys of config.json that change the table and nothing else of the model.
 _TABLE_KEYS = (
     "max_position_embeddings", "original_max_position_embeddings", "rope_config_fingerprint", "rope_parameters",
     "rope_scaling", "rope_theta",
 )  # fmt: skip
-_AUTO_MODEL: Any = transformers.AutoModelForCausalLM
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -359,25 +356,25 @@ def _check_logits(
     served = _served_by_transformers(rope_config)
     loaded = load_unscaled(folder, rope_config, device=device)
     device, attention = loaded.device, loaded.attention
-    expected = _logits_under(loaded, served or rope_config.regime_for, lengths)
+    expected = logits_under(loaded, served or rope_config.regime_for, lengths)
     short_lengths = [length for length in lengths if served and served(length) != rope_config.regime_for(length)]
-    as_meant = _logits_under(loaded, rope_config.regime_for, short_lengths)
+    as_meant = logits_under(loaded, rope_config.regime_for, short_lengths)
     del loaded
     gc.collect()
     found: dict[int, torch.Tensor] = {}
     if served is None:
         for length in lengths:
-            found |= _logits(load(folder, device=device, length_tokens=length)[0], [length])
+            found |= random_logits(load(folder, device=device, length_tokens=length)[0], [length])
     else:
-        found = _logits(_plain_load(folder, device, attention), lengths)
+        found = random_logits(plain_load(folder, device, attention), lengths)
 
     for length, reference in expected.items():
-        difference = _greatest_difference(found[length], reference)
+        difference = greatest_difference(found[length], reference)
         tolerance = _LOGITS_TOLERANCE * max(1.0, float(reference.abs().max()))
         message = f"{length} tokens: greatest difference {difference:.3g}, tolerance {tolerance:.3g}"
         yield Finding(level=VerifyLevel.logits, ok=difference <= tolerance, message=message)
     if as_meant:
-        difference = max(_greatest_difference(found[length], as_meant[length]) for length in as_meant)
+        difference = max(greatest_difference(found[length], as_meant[length]) for length in as_meant)
         short, long = rope_config.regimes
         message = (
             f"up to {short.max_length} tokens the logits above are those of {short.name} with the attention factor "
@@ -391,57 +388,3 @@ def _check_logits(
             f"{max_logits_tokens}"
         )
         yield Finding(level=VerifyLevel.logits, ok=True, message=message, is_note=True)
-
-
-def _logits_under(
-    loaded: LoadedModel, regime_at: Callable[[int], Regime], lengths: Sequence[int]
-) -> dict[int, torch.Tensor]:
-    """Logits of each length with the regime for it installed; see `_logits`."""
-    result: dict[int, torch.Tensor] = {}
-    for regime, group in itertools.groupby(lengths, regime_at):
-        with installed(loaded, regime, as_shipped=True):
-            result |= _logits(loaded.model, list(group))
-    return result
-
-
-def _greatest_difference(first: torch.Tensor, second: torch.Tensor) -> float:
-    return float((first - second).abs().max())
-
-
-def _plain_load(folder: Path, device: str, attention: str) -> Any:
-    try:
-        model = _AUTO_MODEL.from_pretrained(
-            folder,
-            dtype="auto",
-            device_map={"": device},
-            attn_implementation=attention,
-            use_safetensors=True,
-            local_files_only=True,
-        )
-    except LOAD_ERRORS as error:
-        raise InputError(f"{folder}: transformers cannot load the folder: {error}") from error
-    model.eval()
-    return model
-
-
-def _logits(model: Any, lengths: Sequence[int]) -> dict[int, torch.Tensor]:
-    """Logits of a random text of each length, by length: float32 on the CPU, shape (positions, vocabulary).
-
-    A model that transformers cannot run at a length raises InputError.
-    """
-    vocabulary = model.get_input_embeddings().num_embeddings
-    result = {}
-    for length in lengths:
-        tokens = torch.from_numpy(seeding.stream(0, "verify").integers(vocabulary, size=length))
-        positions = torch.linspace(0, length - 1, min(length, _NUM_POSITIONS), dtype=torch.float64).round().long()
-        try:
-            with torch.no_grad():
-                answer = model(
-                    input_ids=tokens[None].to(model.device),
-                    use_cache=False,
-                    logits_to_keep=positions.to(model.device),
-                )
-        except UnboundLocalError as error:  # transformers 5.16 with two tables by layer type, see loader_limits
-            raise InputError(f"transformers cannot run the model on {length} tokens: {error}") from error
-        result[length] = answer.logits[0].float().cpu()
-    return result

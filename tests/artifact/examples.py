@@ -52,6 +52,9 @@ CHECKPOINT = Checkpoint(
 )
 
 
+FINE_TUNED = {"regimes": TWO, "base_checkpoint": CHECKPOINT, "training": {"num_steps": 3, "losses": [2.5, 2.25]}}
+
+
 def toy_geometry(architecture: str = "llama") -> Geometry:
     """The geometry of the toys, as written down in tests/toys.py."""
     return Geometry(

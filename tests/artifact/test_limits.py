@@ -12,14 +12,18 @@ import pytest
 import torch
 import transformers
 
+from ropesearch.artifact.config import VerifyLevel
+from ropesearch.artifact.digest import checkpoint_binding
+from ropesearch.artifact.folder import write_checkpoint_folder
 from ropesearch.artifact.limits import loader_limits
 from ropesearch.artifact.schema import RopeConfig
+from ropesearch.artifact.verify import verify
+from ropesearch.errors import InputError
 from ropesearch.model.config import DType, ModelConfig
 from ropesearch.model.install import installed, rotary_table
 from ropesearch.model.load import load_model
-from ropesearch.rope.geometry import LayerRope
 from ropesearch.rope.regime import Regime
-from tests import runs, toys
+from tests import runs, tiny_models, toys, walk
 from tests.artifact import crossing, examples
 
 TOKENS = np.random.default_rng(5).integers(2, toys.VOCABULARY_TOKENS, size=256)
@@ -121,12 +125,34 @@ def test_what_no_config_json_holds_is_said_instead() -> None:
     assert only.startswith("config.json cannot express regimes: ")
 
 
-def test_layer_types_fail_in_the_oldest_transformers(tmp_path: Path) -> None:
-    layer_types = {"full_attention": LayerRope(rope_theta=10000.0, rescaled=True)}
-    geometry = dataclasses.replace(examples.toy_geometry("gemma3_text"), layer_types=layer_types)
-    assert any(
-        each.startswith("transformers 5.16 fails in the second forward pass") for each in limits(geometry=geometry)
+def test_tables_by_layer_type_fail_in_the_oldest_transformers_alone(tmp_path: Path) -> None:
+    loaded = walk.load(tiny_models.write_tiny_model(tmp_path / "source", "gemma3_text"))
+    plain = Regime(name="short", max_length=tiny_models.ORIGINAL_LENGTH, factors=(1.0,) * loaded.geometry.num_pairs)
+    rope_config = examples.rope_config(
+        target_length=walk.TARGET_LENGTH,
+        geometry=loaded.geometry,
+        regimes=(plain, walk.searched(loaded.geometry)),
+        checkpoint=checkpoint_binding(tmp_path / "source"),
     )
+    write_checkpoint_folder(tmp_path / "source", tmp_path / "out", rope_config, allow_unportable=True)
+    assert sum(each.startswith("transformers 5.16 fails in the second") for each in loader_limits(rope_config)) == 1
+    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float32).eval()
+    first = walk.logits(model, 60)
+    if transformers.__version__ == "5.16.1":
+        with pytest.raises(UnboundLocalError):
+            walk.logits(model, 60)
+        assert any("transformers cannot run the model" in each for each in logits_findings(tmp_path / "out"))
+    else:
+        assert torch.equal(walk.logits(model, 60), first)
+        assert logits_findings(tmp_path / "out") == []
+
+
+def logits_findings(folder: Path) -> list[str]:
+    """What `verify` has to say against a plain load's logits."""
+    try:
+        return [each.message for each in verify(folder, [VerifyLevel.logits], device="cpu") if not each.ok]
+    except InputError as error:
+        return [str(error)]
 
 
 def test_a_written_folder_says_the_same(tmp_path: Path) -> None:

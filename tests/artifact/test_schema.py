@@ -76,28 +76,24 @@ def test_what_config_json_cannot_express_is_listed() -> None:
     assert examples.rope_config(regimes=(short, retained)).to_json()["portable"] == ["regimes", "retained_tokens"]
 
 
-TRAINING = {"num_steps": 12, "losses": [2.5, 2.25]}
-TRAINED = {"base_checkpoint": examples.CHECKPOINT, "training": TRAINING}
-
-
 def test_the_record_of_a_training_is_a_key_of_its_own_where_there_was_one() -> None:
-    config = examples.rope_config(**TRAINED)
+    config, training = examples.rope_config(**examples.FINE_TUNED), examples.FINE_TUNED["training"]
     value = json.loads(json.dumps(config.to_json()))
     keys = list(good())
     assert list(value) == [*keys[:8], "training", *keys[8:]]
-    assert value["training"] == TRAINING
+    assert value["training"] == training
     jsonschema.Draft202012Validator(SHIPPED).validate(value)
     again = RopeConfig.from_json(value)
-    assert again == config and again.training == TRAINING
+    assert again == config and again.training == training
     assert examples.rope_config().training is None
-    for training in (None, [], {}):
+    for other in (None, [], {}):
         with pytest.raises(InputError, match=r"\$\.training: expected"):
-            RopeConfig.from_json({**value, "training": training})
+            RopeConfig.from_json({**value, "training": other})
     del value["training"]
     with pytest.raises(InputError, match=r"\$\.content_digest"):
         RopeConfig.from_json(value)
     with pytest.raises(InputError, match=r"\$\.base_checkpoint: expected the weights before the training"):
-        examples.rope_config(training=TRAINING)
+        examples.rope_config(training=training)
 
 
 def test_the_regime_of_a_sequence_is_the_first_that_serves_its_final_length() -> None:
@@ -202,7 +198,7 @@ def test_other_schema_versions_are_refused_naming_the_one_understood(version: An
         {"versions": {"torch": None}},
         {"target_length": 256.0},
         {"regimes": ()},
-        TRAINED | {"training": {"loss": math.nan}},
+        examples.FINE_TUNED | {"training": {"loss": math.nan}},
     ],
 )
 def test_a_writer_cannot_make_what_a_reader_would_refuse(changes: dict[str, Any]) -> None:
@@ -230,9 +226,11 @@ def test_the_fingerprint_covers_all_but_evaluation_and_versions() -> None:
         {"checkpoint": dataclasses.replace(examples.CHECKPOINT, num_tensors=22)},
         {"base_checkpoint": examples.CHECKPOINT},
         {"search": {**examples.SEARCH, "seed": 8}},
-        TRAINED,
     ):
         assert dataclasses.replace(config, **changes).fingerprint != config.fingerprint
+    tuned = examples.rope_config(**examples.FINE_TUNED)
+    for training in (None, {"num_steps": 4}):
+        assert dataclasses.replace(tuned, training=training).fingerprint != tuned.fingerprint
 
 
 names = st.text(st.characters(exclude_categories=["Cs"]), min_size=1, max_size=8)
