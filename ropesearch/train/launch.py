@@ -30,7 +30,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if STOPPED in codes:
             return STOPPED
         _, first = failed.get_first_failure()
-        return first.exitcode if first.exitcode > 0 else 128 - first.exitcode
+        code = int(first.exitcode)
+        return code if code > 0 else 128 - code
     return 0
 
 
