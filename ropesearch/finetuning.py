@@ -39,7 +39,7 @@ from ropesearch.search.trials import regime_json
 from ropesearch.track.progress import ProgressDisplay
 from ropesearch.train.adapter import add_adapter, merged_tensors
 from ropesearch.train.config import Adapter, Precision
-from ropesearch.train.loop import FineTuning, HeldOut, Measurement, StepEvent
+from ropesearch.train.loop import STATES, FineTuning, HeldOut, Measurement, StepEvent
 from ropesearch.train.loss import RowLoss
 from ropesearch.train.processes import Processes
 from ropesearch.train.regimes import prove_documents_apart
@@ -51,6 +51,7 @@ _log = logging.getLogger(__name__)
 _NOT_IN_ITS_NAME = ("run", "cache", "device")
 _NOT_IN_ITS_RESULT = ("save_every_steps", "num_kept_states", "measure_every_steps")
 _TOKENS = "training-tokens"
+_NEW_WEIGHTS = "new-weights"
 
 
 def finetune(job: FinetuneJob) -> FinetuneOutcome:
@@ -85,6 +86,7 @@ def finetune(job: FinetuneJob) -> FinetuneOutcome:
         origin = Origin.read(source, lambda folder: read_bound(folder).checkpoint)
         asked = _asked(job, origin)
         if (finished := _finished(run, asked)) is not None:
+            _tidied(run, processes)
             return finished
 
         tokenizer = load_tokenizer(ModelConfig(path=str(source), trust_remote_code=job.trust_remote_code))
@@ -168,9 +170,7 @@ def finetune(job: FinetuneJob) -> FinetuneOutcome:
             "num_training_tokens": num_tokens,
         }
         rope_config = _written(run, source, base, regimes, rows, record, loaded, processes)
-        if processes.is_first:
-            training.remove_states()
-            files.remove_folder(run.path / _TOKENS)
+        _tidied(run, processes)
         return _outcome(run, rope_config)
 
 
@@ -225,6 +225,13 @@ def _finished(run: RunFolder, asked: Mapping[str, Any]) -> FinetuneOutcome | Non
             f"{', '.join(differing)}; give another with run="
         )
     return _outcome(run, rope_config)
+
+
+def _tidied(run: RunFolder, processes: Processes) -> None:
+    """Remove what only a training under way needs."""
+    for name in (STATES, _TOKENS, _NEW_WEIGHTS):
+        if processes.is_first and (run.path / name).is_dir():
+            files.remove_folder(run.path / name)
 
 
 def _outcome(run: RunFolder, rope_config: RopeConfig) -> FinetuneOutcome:
@@ -314,7 +321,7 @@ def _written(
         write_weights(source, None, base, lambda name: tensors[name]())
         processes.wait_for_all()
         return RopeConfig.read(run.path)
-    plain_folder = run.path / "new-weights"
+    plain_folder = run.path / _NEW_WEIGHTS
     if plain_folder.is_dir():  # of a run that was killed before its end
         files.remove_folder(plain_folder)
     try:
@@ -342,6 +349,5 @@ def _written(
         files.remove_folder(checkpoint)
     write_checkpoint_folder(folder, checkpoint, rope_config, WeightsMode.copy, allow_unportable=True)
     rope_config.write(run.path / FILE_NAME)
-    files.remove_folder(plain_folder)
     processes.wait_for_all()
     return rope_config

@@ -180,6 +180,22 @@ def test_asked_again_it_shows_the_result(
     assert "which is finished with other training; give another with run=" in capsys.readouterr().err
 
 
+def test_killed_just_before_its_end_it_leaves_nothing(
+    searched: Path, texts: Path, finished: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def kill(*args: Any) -> None:
+        raise Killed
+
+    run = tmp_path / "run"
+    monkeypatch.setattr(finetuning, "_tidied", kill)
+    with pytest.raises(Killed):
+        cli.main(words(searched, texts, run))
+    assert {"states", "training-tokens", "new-weights"} < {path.name for path in run.iterdir()}
+    monkeypatch.undo()
+    assert cli.main(words(searched, texts, run)) == 0
+    assert sorted(path.name for path in run.iterdir()) == sorted(path.name for path in finished.iterdir())
+
+
 class Killed(BaseException):
     """Ends a step as a kill would."""
 

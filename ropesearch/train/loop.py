@@ -39,6 +39,7 @@ from ropesearch.train.weights import whole
 
 BETAS = (0.9, 0.95)
 METRICS = "metrics.jsonl"
+STATES = "states"
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -136,7 +137,7 @@ class FineTuning:
         self._spikes = SpikeWatch()
         self._parameters = {name: each for name, each in loss.named_parameters() if each.requires_grad}
         self._optimizer = _optimizer(self._parameters, config)
-        self._states = TrainingStates(folder / "states", identity, config.num_kept_states, processes)
+        self._states = TrainingStates(folder / STATES, identity, config.num_kept_states, processes)
         self._events: list[dict[str, Any]] = []
 
     def run(self) -> dict[int, list[Measurement]]:
@@ -172,10 +173,6 @@ class FineTuning:
                     self._states.save(done, self._parameters, self._optimizer)
                     last_saved = done
         return measured
-
-    def remove_states(self) -> None:
-        """Remove what a killed run would go on from, when the result is in its place."""
-        self._states.remove()
 
     def _step(self, step: int) -> StepEvent | None:
         """One optimizer step; None, with weights as they were, where a signal asks to stop."""

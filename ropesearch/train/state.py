@@ -89,11 +89,6 @@ class TrainingStates:
             return step
         return 0
 
-    def remove(self) -> None:
-        """Remove all states: what they led to is kept elsewhere."""
-        if self._processes.is_first and self._folder.is_dir():
-            files.remove_folder(self._folder)
-
     def _found(self) -> list[tuple[int, Path]]:
         places = self._folder.glob("step-*") if self._folder.is_dir() else ()
         return sorted((int(place.name.removeprefix("step-")), place) for place in places)

@@ -127,10 +127,3 @@ def test_what_is_there_already_is_not_written_again(tmp_path: Path) -> None:
     before = (tmp_path / "step-00000003" / "state.json").stat().st_mtime_ns
     states(tmp_path).save(3, *trained(3))
     assert (tmp_path / "step-00000003" / "state.json").stat().st_mtime_ns == before
-
-
-def test_states_are_removed_at_the_end(tmp_path: Path) -> None:
-    states(tmp_path / "states").save(3, *trained(3))
-    states(tmp_path / "states").remove()
-    assert not (tmp_path / "states").exists()
-    states(tmp_path / "states").remove()
