@@ -31,7 +31,11 @@ from ropesearch.score.config import ScoringConfig
 from ropesearch.score.score import Score
 from ropesearch.score.scorer import score_windows
 from ropesearch.scoring import cache_folder
+from ropesearch.search.space import SEARCHED
 from ropesearch.track.progress import ProgressDisplay
+
+# Methods whose rows are the result's own, each at the lengths that its regime serves: of a search, of a fine-tuning.
+_OF_THE_RESULT = (SEARCHED, "fine-tuned")
 
 
 def export(job: ExportJob) -> "ExportOutcome":
@@ -129,7 +133,7 @@ def _with_single_table(rope_config: RopeConfig, rows: Sequence[Evaluation]) -> R
     lengths that it served.
     """
     *others, long = rope_config.regimes
-    names = {"searched", *(regime.name for regime in others)}
+    names = {*_OF_THE_RESULT, *(regime.name for regime in others)}
     longest_of_others = max((regime.max_length for regime in others), default=0)
     added = [row.to_json() for row in rows]
     replaced = [_cell(row) for row in added]

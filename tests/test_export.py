@@ -27,7 +27,10 @@ from tests import runs, toys
 from tests.artifact import examples
 
 COUNTS = {f"num_{split}_windows": 2 for split in ("search", "selection", "held_out")}
-OF_THE_PAIR = [("searched", 64), ("short", 64), ("searched", 256), ("yarn", 64)]
+OF_THE_PAIR = [
+    *(("searched", 64), ("short", 64), ("fine-tuned", 64)),  # the short regime's
+    *(("searched", 256), ("fine-tuned", 256), ("yarn", 64), ("before fine-tuning", 64)),
+]
 Captured = pytest.CaptureFixture[str]
 
 
@@ -104,7 +107,7 @@ def test_the_long_table_alone_is_what_plain_transformers_serves(place: Path, tmp
     assert f"price on short inputs: perplexity at 64 tokens {before_text} short, {after_text} now (" in printed
     assert "note: " not in printed and "as its rope_config.json says" in printed
     rows = {(row["method"], row["length"]): row for row in after.evaluation}
-    assert list(rows) == [("searched", 256), ("yarn", 64), ("short", 64), ("long", 64)]  # "searched" at 64 was short
+    assert list(rows) == [*OF_THE_PAIR[3:], ("short", 64), ("long", 64)]
     for method, value in (("short", short), ("long", long)):
         row = rows[method, 64]
         assert row["split"] == "held_out" and row["tokens"] == 2 * 63
