@@ -25,7 +25,7 @@ from ropesearch.model.config import ModelConfig
 from ropesearch.model.install import installed, prove_installable
 from ropesearch.model.load import load_tokenizer, quiet_transformers
 from ropesearch.model.own import UNSCALED
-from ropesearch.report import above_text, short_price_text
+from ropesearch.report import AFTER, above_text, short_price_text
 from ropesearch.rope.regime import Regime
 from ropesearch.score.config import ScoringConfig
 from ropesearch.score.score import Score
@@ -35,7 +35,7 @@ from ropesearch.search.space import SEARCHED
 from ropesearch.track.progress import ProgressDisplay
 
 # Methods whose rows are the result's own, each at the lengths that its regime serves: of a search, of a fine-tuning.
-_OF_THE_RESULT = (SEARCHED, "fine-tuned")
+_OF_THE_RESULT = (SEARCHED, AFTER)
 
 
 def export(job: ExportJob) -> "ExportOutcome":
