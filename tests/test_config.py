@@ -289,16 +289,14 @@ def test_every_key_has_a_meaning_and_a_type_in_words(job_name: str, key: Key) ->
 
 
 @each_key
-@pytest.mark.parametrize(
-    "text", ["not a value of this", "${seed}", "???", "choice(1,2)", "int(3.7)", "[1", "[a]", "{a:1}", "nan"]
-)
-def test_ill_typed_values_are_refused(job_name: str, key: Key, text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ill_typed_values_are_refused(job_name: str, key: Key, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(config, "_composed", never)  # refused before anything is composed
-    if str in kinds_of(key) or (text == "[a]" and key.type == list[str]):
-        return
-    with pytest.raises(InputError) as caught:
-        compose(job_name, None, [*([key.preset] if key.preset else []), f"{key.name}={text}"])
-    assert str(caught.value).startswith(f"{key.name}: expected {type_name(key)}, got {text!r} (")
+    for text in ("not a value of this", "${seed}", "???", "choice(1,2)", "int(3.7)", "[1", "[a]", "{a:1}", "nan"):
+        if str in kinds_of(key) or (text == "[a]" and key.type == list[str]):
+            continue
+        with pytest.raises(InputError) as caught:
+            compose(job_name, None, [*([key.preset] if key.preset else []), f"{key.name}={text}"])
+        assert str(caught.value).startswith(f"{key.name}: expected {type_name(key)}, got {text!r} (")
 
 
 def never(*_: Any) -> None:
