@@ -33,7 +33,8 @@ _KEY_VALUE = re.compile(r"[+~]*[A-Za-z_][A-Za-z0-9_.@]*=")
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command line; returns the exit code: 0 done, 1 the answer is no, 2 the input is wrong, 3 no candidate
-    could be scored, 70 our own fault (traceback in a log file), 75 stopped by SIGTERM or SIGHUP, 130 interrupted.
+    could be scored or a training cannot go on, 70 our own fault (traceback in a log file), 75 stopped by SIGTERM or
+    SIGHUP, 130 interrupted.
     """
     words = list(sys.argv[1:] if arguments is None else arguments)
     again = shlex.join(["ropesearch", *words])

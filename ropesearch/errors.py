@@ -25,6 +25,12 @@ class BindingError(RopesearchError):
     exit_code = 1
 
 
+class TrainingError(RopesearchError):
+    """A training cannot go on: its loss is not finite, or memory does not suffice. What was saved before stays."""
+
+    exit_code = 3
+
+
 class NothingScoredError(RopesearchError):
     """No candidate of a search could be scored."""
 

@@ -58,8 +58,8 @@ def finetune(job: FinetuneJob) -> FinetuneOutcome:
     """Fine-tune a searched checkpoint; go on with a run that was stopped, and show one that is finished.
 
     With torchrun every process calls this with the same job; the first one writes. Everything that can be wrong with
-    the job is found before the first step. Raises InputError for that, and for a loss that is not finite; Stopped, with
-    the state saved, when a signal asks for it.
+    the job is found before the first step. Raises InputError for that, TrainingError for a loss that is not finite;
+    Stopped, with the state saved, when a signal asks for it.
     """
     quiet_transformers()
     expect_given("finetune", job)
@@ -92,6 +92,15 @@ def finetune(job: FinetuneJob) -> FinetuneOutcome:
         tokenizer = load_tokenizer(ModelConfig(path=str(source), trust_remote_code=job.trust_remote_code))
         cache = cache_folder(job.cache)
         held_out = build_windows(job.corpus, tokenizer, target_length, job.seed, cache)["held_out"]
+        loaded = origin.loaded_with(lambda: _loaded(job, source, base, processes.device))
+        check_vocabulary(held_out, vocabulary_tokens(loaded.model))
+        check_stored_names(source, merged_tensors(loaded.model))
+        prove_installable(loaded)
+        with installed(loaded, regimes[SHORT]):
+            prove_scorer(loaded)
+        dtype = _compute_dtype(job, source)
+        loss = _prepared(job, loaded, processes, dtype, regimes[SHORT])
+
         num_tokens = job.training.num_steps * job.training.num_step_rows * target_length
         with _first_before_the_others(processes):
             tokens = prepare_training_tokens(
@@ -109,16 +118,8 @@ def finetune(job: FinetuneJob) -> FinetuneOutcome:
             _log.warning("%s", note)
             display.say(f"note: {note}")
         mixture = Mixture(tokens, job.mixture, original_length, target_length, job.seed)
-
-        loaded = origin.loaded_with(lambda: _loaded(job, source, base, processes.device))
-        check_vocabulary(held_out, vocabulary_tokens(loaded.model))
         _check_training_vocabulary(tokens, vocabulary_tokens(loaded.model))
-        check_stored_names(source, merged_tensors(loaded.model))
-        prove_installable(loaded)
-        with installed(loaded, regimes[SHORT]):
-            prove_scorer(loaded)
-        dtype = _compute_dtype(job, source)
-        loss = _prepared(job, loaded, processes, dtype, regimes[SHORT])
+
         if processes.is_first:
             run.describe(plain(job))
 
@@ -273,8 +274,9 @@ def _prepared(
 ) -> RowLoss:
     """The model ready to be trained: proven, with adapters or all weights free, sharded over the processes."""
     model: Any = loaded.model
-    with installed(loaded, short):
-        prove_documents_apart(loaded, RowLoss(model))
+    if job.mixture.shares[0] > 0:
+        with installed(loaded, short):
+            prove_documents_apart(loaded, RowLoss(model))
     teacher = None
     if job.training.distill_weight > 0:
         frozen = _loaded(job, loaded.folder, RopeConfig.read(loaded.folder), processes.device)

@@ -253,7 +253,7 @@ def test_a_schedulers_signal_saves_the_last_whole_step(
 def test_a_loss_that_is_not_finite_ends_it_and_says_what_to_change(
     searched: Path, texts: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert cli.main(words(searched, texts, tmp_path / "run", training__peak_learning_rate=1e30)) == 2
+    assert cli.main(words(searched, texts, tmp_path / "run", training__peak_learning_rate=1e30)) == 3
     said = capsys.readouterr().err
     assert "expected a finite loss and gradient, got a loss of" in said
     assert "Give a lower training.peak_learning_rate (now 1e+30)" in said
@@ -267,7 +267,7 @@ def test_too_little_memory_is_said(
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB")
 
     monkeypatch.setattr(FineTuning, "_backward", out_of_memory)
-    assert cli.main(words(searched, texts, tmp_path / "run")) == 2
+    assert cli.main(words(searched, texts, tmp_path / "run")) == 3
     said = capsys.readouterr().err
     assert "step 1: expected memory for a row of 256 tokens" in said
     assert "training.checkpoint_activations=true, training.adapter=lora" in said

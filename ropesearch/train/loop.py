@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from ropesearch import files, stopping
 from ropesearch.data.mixture import LONG, SHORT, MicroBatch, Mixture
 from ropesearch.data.windows import Windows
-from ropesearch.errors import InputError
+from ropesearch.errors import TrainingError
 from ropesearch.model.load import LoadedModel
 from ropesearch.rope.regime import Regime
 from ropesearch.score.forward import is_out_of_memory
@@ -144,8 +144,8 @@ class FineTuning:
         """Train; returns what was measured, by number of steps done (0: before the first).
 
         A scheduler's signal lets the micro-batch under way end; then the state after the last whole step is saved, and
-        Stopped is raised. Raises InputError for a loss or gradient that is not finite, and where memory or disk do not
-        suffice; the states saved before stay.
+        Stopped is raised. Raises TrainingError for a loss or gradient that is not finite and where memory does not
+        suffice, InputError where the disk does not; the states saved before stay.
         """
         with stopping.finishing(lambda: True):
             done = self._states.load(self._parameters, self._optimizer)
@@ -194,7 +194,7 @@ class FineTuning:
             if not is_out_of_memory(error):
                 raise
             reason = str(error).strip().partition("\n")[0] or type(error).__name__
-            raise InputError(
+            raise TrainingError(
                 f"step {step + 1}: expected memory for a row of {batch[-1].token_ids.size:,} tokens, got none "
                 f"left ({reason}); give training.checkpoint_activations=true, training.adapter=lora, more processes "
                 "(torchrun, which share the weights), or a larger device"
@@ -204,7 +204,7 @@ class FineTuning:
         gradient_norm = float(whole(norm))
         total = float(sums[:-1].sum()) / num_scored
         if not (math.isfinite(total) and math.isfinite(gradient_norm)):
-            raise InputError(
+            raise TrainingError(
                 f"step {step + 1}: expected a finite loss and gradient, got a loss of {total} nats per token and a "
                 f"gradient norm of {gradient_norm}; weights were left as they were. Give a lower "
                 f"training.peak_learning_rate (now {self._config.peak_learning_rate:g}), more warm-up steps, or "

@@ -43,7 +43,7 @@ ODD_TEXTS = st.one_of(
 KEYS = {name: {key.name: key for key in config.keys_of(job.schema)} for name, job in config.JOBS.items()}
 JOBS = {name: list(keys) for name, keys in KEYS.items()}
 # Keys that make a run long, or write where other tests look; they get values of their own below.
-KEPT = {"budget.num_trials", "run", "to", "cache"}
+KEPT = {"budget.num_trials", "run", "to", "cache", "training.num_steps", "training.num_step_rows"}
 
 
 WHOLE = st.one_of(
@@ -139,6 +139,14 @@ def good(job_name: str, given: Path) -> dict[str, str]:
             "optimizer.num_candidates": "3",
             "selection.num_finalists": "1",
             "run": str(given.parent / "run"),
+            **corpus,
+        },
+        "finetune": {
+            "path": str(given / "written"),
+            "run": str(given.parent / "run"),
+            "training.num_steps": "1",
+            "training.num_step_rows": "2",
+            "training.num_warmup_steps": "0",
             **corpus,
         },
         "evaluate": {"path": str(given / "written"), "run": str(given.parent / "run"), "lengths": "[64]", **corpus},
