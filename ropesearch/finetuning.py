@@ -79,9 +79,9 @@ def finetune(job: FinetuneJob) -> FinetuneOutcome:
     processes = Processes.joined(job.device)
     run = RunFolder.of("finetune", job.run, plain(job), without=_NOT_IN_ITS_NAME)
     with contextlib.ExitStack() as stack:
-        stack.enter_context(_only_one(run, processes))
         if processes.is_first:
             stack.enter_context(run.logged())
+        stack.enter_context(_only_one(run, processes))
         display = stack.enter_context(ProgressDisplay(quiet=not processes.is_first))
         origin = Origin.read(source, lambda folder: read_bound(folder).checkpoint)
         asked = _asked(job, origin)

@@ -9,6 +9,9 @@ from ropesearch.errors import InputError
 from ropesearch.settings import setting
 
 
+_MOST = 1e6  # of what has no limit by itself
+
+
 class Adapter(Enum):
     """What is trained: all weights, or low-rank additions to the linear layers that are merged into them at the end."""
 
@@ -65,12 +68,12 @@ class TrainingConfig:
                      "measure_every_steps"):  # fmt: skip
             if getattr(self, name) < 1:
                 raise InputError(f"{name}: expected at least 1, got {getattr(self, name)}")
-        for name in ("num_warmup_steps", "weight_decay", "distill_weight"):
-            if not 0 <= getattr(self, name) < math.inf:
-                raise InputError(f"{name}: expected 0 or more, got {getattr(self, name)}")
-        for name in ("peak_learning_rate", "clip_norm", "lora_alpha"):
-            if not 0 < getattr(self, name) < math.inf:
-                raise InputError(f"{name}: expected a number above 0, got {getattr(self, name)}")
+        for name, most in (("num_warmup_steps", math.inf), ("weight_decay", 1.0), ("distill_weight", _MOST)):
+            if not 0 <= getattr(self, name) <= most:
+                raise InputError(f"{name}: expected from 0 to {most:g}, got {getattr(self, name)}")
+        for name, most in (("peak_learning_rate", 1.0), ("clip_norm", _MOST), ("lora_alpha", _MOST)):
+            if not 0 < getattr(self, name) <= most:
+                raise InputError(f"{name}: expected above 0 and at most {most:g}, got {getattr(self, name)}")
         if self.num_warmup_steps > self.num_steps:
             raise InputError(
                 f"num_warmup_steps: expected at most num_steps = {self.num_steps}, got {self.num_warmup_steps}"

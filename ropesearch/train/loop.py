@@ -39,6 +39,9 @@ from ropesearch.train.weights import whole
 
 BETAS = (0.9, 0.95)
 METRICS = "metrics.jsonl"
+_REMEDY = (
+    "give a lower training.peak_learning_rate, more warm-up steps, or training.precision=float32, in a new run"
+)
 STATES = "states"
 
 
@@ -61,7 +64,11 @@ class Measurement:
 
     @property
     def perplexity(self) -> float:
-        return perplexity(float(self.window_nats.sum()), self.num_window_tokens * len(self.window_nats))
+        """Infinite where a float cannot hold it."""
+        try:
+            return perplexity(float(self.window_nats.sum()), self.num_window_tokens * len(self.window_nats))
+        except OverflowError:
+            return math.inf
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -206,9 +213,8 @@ class FineTuning:
         if not (math.isfinite(total) and math.isfinite(gradient_norm)):
             raise TrainingError(
                 f"step {step + 1}: expected a finite loss and gradient, got a loss of {total} nats per token and a "
-                f"gradient norm of {gradient_norm}; weights were left as they were. Give a lower "
-                f"training.peak_learning_rate (now {self._config.peak_learning_rate:g}), more warm-up steps, or "
-                "training.precision=float32, in a new run"
+                f"gradient norm of {gradient_norm}; weights were left as they were: {_REMEDY} (the rate was at most "
+                f"{self._config.peak_learning_rate:g})"
             )
         rate = self._config.learning_rate(step)
         for group in self._optimizer.param_groups:
@@ -286,6 +292,11 @@ class FineTuning:
                 if place < windows.num_windows:
                     window_nats[place] = value
             window_nats = self._processes.summed(window_nats)
+            if not bool(torch.isfinite(window_nats).all()):
+                raise TrainingError(
+                    f"expected finite nats on the held-out windows ({held_out.name}), got others: {_REMEDY}; what was "
+                    "saved before stays"
+                )
             result.append(Measurement(held_out.name, window_nats.numpy(), windows.length_tokens - 1))
         self._loss.train()
         return result
