@@ -25,6 +25,7 @@ from ropesearch.data.training_tokens import TrainingTokens
 from ropesearch.data.windows import build_windows, check_vocabulary, evaluation_texts
 from ropesearch.errors import InputError
 from ropesearch.evaluate.perplexity import Evaluation
+from ropesearch.finetune_tracking import FinetuneTracker
 from ropesearch.model.config import DType, ModelConfig
 from ropesearch.model.install import installed, prove_installable
 from ropesearch.model.load import LoadedModel, load_tokenizer, quiet_transformers
@@ -36,6 +37,7 @@ from ropesearch.score.scorer import prove_scorer
 from ropesearch.scoring import cache_folder
 from ropesearch.search.ownership import claimed
 from ropesearch.search.trials import regime_json
+from ropesearch.track.config import NoTracking
 from ropesearch.track.progress import ProgressDisplay
 from ropesearch.train.adapter import add_adapter, merged_tensors
 from ropesearch.train.config import Adapter, Precision
@@ -48,7 +50,7 @@ from ropesearch.train.weights import shard
 _log = logging.getLogger(__name__)
 
 # Keys that say how it is done and not what comes out.
-_NOT_IN_ITS_NAME = ("run", "cache", "device")
+_NOT_IN_ITS_NAME = ("run", "cache", "device", "track")
 _NOT_IN_ITS_RESULT = ("save_every_steps", "num_kept_states", "measure_every_steps")
 _TOKENS = "training-tokens"
 
@@ -82,9 +84,13 @@ def finetune(job: FinetuneJob) -> FinetuneOutcome:
         if processes.is_first:
             stack.enter_context(run.logged())
         display = stack.enter_context(ProgressDisplay(quiet=not processes.is_first))
+        tracking = job.track if processes.is_first else NoTracking()
+        tracker = stack.enter_context(FinetuneTracker(tracking, run.path, display.say))
         origin = Origin.read(source, lambda folder: read_bound(folder).checkpoint)
         asked = _asked(job, origin)
         if (finished := _finished(run, asked)) is not None:
+            tracker.begin(asked, origin.binding.digest, plain(job))
+            tracker.result(finished.rope_config)
             return finished
 
         tokenizer = load_tokenizer(ModelConfig(path=str(source), trust_remote_code=job.trust_remote_code))
@@ -119,6 +125,7 @@ def finetune(job: FinetuneJob) -> FinetuneOutcome:
         loss = _prepared(job, loaded, processes, dtype, regimes[SHORT])
         if processes.is_first:
             run.describe(plain(job))
+        tracker.begin(asked, origin.binding.digest, plain(job))
 
         def on_event(event: StepEvent) -> None:
             short, long = (event.nats_per_token(regime) for regime in (SHORT, LONG))
@@ -128,6 +135,7 @@ def finetune(job: FinetuneJob) -> FinetuneOutcome:
                 note += " held out " + ", ".join(f"{each.name} {each.perplexity:.3f}" for each in event.measured)
                 _log.info("step %d: %s", event.step, note)
             display.show("steps", event.step / job.training.num_steps, note)
+            tracker.update(event)
 
         def on_spike(said: str) -> None:
             _log.warning("%s", said)
@@ -171,6 +179,7 @@ def finetune(job: FinetuneJob) -> FinetuneOutcome:
         if processes.is_first:
             training.remove_states()
             files.remove_folder(run.path / _TOKENS)
+        tracker.result(rope_config)
         return _outcome(run, rope_config)
 
 
