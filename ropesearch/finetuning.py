@@ -215,7 +215,8 @@ def _asked(job: FinetuneJob, origin: Origin) -> dict[str, Any]:
         **origin.identity,
         "training": training,
         "mixture_asked": plain(job.mixture),
-        "corpus": plain(job.corpus),
+        # Who is given the checkpoint need not know where the texts lie.
+        "corpus": {**plain(job.corpus), "path": files.sha256_of_json(job.corpus.path)},
         "attention": job.attention.name,
         "seed": job.seed,
     }

@@ -71,9 +71,15 @@ def finetune_id(folder: Path) -> str:
     return str(json.loads((folder / "wandb" / "finetune.json").read_bytes())["id"])
 
 
+def finetune_files(folder: Path) -> list[Path]:
+    """The files of a fine-tuning's offline run, in the order in which they were begun."""
+    name = finetune_id(folder)
+    return sorted((folder / "wandb").glob(f"offline-run-*-{name}/run-{name}.wandb"))
+
+
 def finetune_runs(folder: Path) -> list[ReadRun]:
-    """The offline runs of a run folder's fine-tuning, in the order in which they began."""
-    return [read(path) for path in sorted((folder / "wandb").glob("offline-run-*/run-*.wandb"))]
+    """What they hold."""
+    return [read(path) for path in finetune_files(folder)]
 
 
 def worker_runs(folder: Path) -> list[ReadRun]:
