@@ -420,7 +420,7 @@ def test_one_run_folder_is_for_one_training(
 def command(asked: Sequence[str], num_processes: int = 1) -> list[str]:
     if num_processes == 1:
         return [sys.executable, "-m", "ropesearch.cli", *asked]
-    start = ["-m", "torch.distributed.run", "--nproc-per-node", str(num_processes), "--master-port", "0"]
+    start = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(num_processes)]
     return [sys.executable, *start, "-m", "ropesearch.cli", *asked]
 
 
