@@ -21,6 +21,7 @@ import pytest
 
 from ropesearch import cli
 from ropesearch.artifact.schema import RopeConfig
+from ropesearch.report import AFTER, BEFORE
 from ropesearch.train.loop import FineTuning
 from tests.artifact.examples import write_example
 from tests.test_finetuning import NUM_STEPS, digest, metrics, words
@@ -143,8 +144,7 @@ def check_result(summary: dict[str, Any], metadata: str, folder: Path) -> None:
         "target_length": 256,
     }
     assert rope_config.checkpoint.digest != rope_config.base_checkpoint.digest
-    rows = {key: value for key, value in summary.items() if key.startswith("held_out_perplexity/") and " " in key}
-    rows |= {key: value for key, value in summary.items() if key.startswith("held_out_perplexity/fine-tuned/")}
+    rows = {key: value for key, value in summary.items() if key.partition("/")[2].partition("/")[0] in (BEFORE, AFTER)}
     assert rows == pytest.approx(
         {
             f"held_out_perplexity/{row['method']}/{row['length']}": math.exp(row["nats"] / row["tokens"])
