@@ -119,6 +119,7 @@ class FinetuneJob(JobConfig):
     corpus: CorpusConfig = group(CorpusConfig)
     mixture: MixtureConfig = group(MixtureConfig)
     training: TrainingConfig = group(TrainingConfig)
+    track: TrackConfig = group(NoTracking, TRACKERS)
 
     def __post_init__(self) -> None:
         _check_seed(self.seed)
@@ -127,6 +128,7 @@ class FinetuneJob(JobConfig):
         """Raise InputError for what no folder and no texts could make right."""
         self.corpus.check()
         self.training.check()
+        self.track.check()
 
 
 @dataclasses.dataclass(kw_only=True)

@@ -25,6 +25,7 @@ from ropesearch.data.training_tokens import TrainingTokens
 from ropesearch.data.windows import build_windows, check_vocabulary, evaluation_texts
 from ropesearch.errors import InputError
 from ropesearch.evaluate.perplexity import Evaluation
+from ropesearch.finetune_tracking import FinetuneTracker
 from ropesearch.model.config import DType, ModelConfig
 from ropesearch.model.install import installed, prove_installable
 from ropesearch.model.load import LoadedModel, load_tokenizer, quiet_transformers
@@ -36,6 +37,7 @@ from ropesearch.score.scorer import prove_scorer
 from ropesearch.scoring import cache_folder
 from ropesearch.search.ownership import claimed
 from ropesearch.search.trials import regime_json
+from ropesearch.track.config import NoTracking
 from ropesearch.track.progress import ProgressDisplay
 from ropesearch.train.adapter import add_adapter, merged_tensors
 from ropesearch.train.config import Adapter, Precision
@@ -48,7 +50,7 @@ from ropesearch.train.weights import shard
 _log = logging.getLogger(__name__)
 
 # Keys that say how it is done and not what comes out.
-_NOT_IN_ITS_NAME = ("run", "cache", "device")
+_NOT_IN_ITS_NAME = ("run", "cache", "device", "track")
 _NOT_IN_ITS_RESULT = ("save_every_steps", "num_kept_states", "measure_every_steps")
 _TOKENS = "training-tokens"
 _NEW_WEIGHTS = "new-weights"
@@ -83,10 +85,14 @@ def finetune(job: FinetuneJob) -> FinetuneOutcome:
             stack.enter_context(run.logged())
         stack.enter_context(_only_one(run, processes))
         display = stack.enter_context(ProgressDisplay(quiet=not processes.is_first))
+        tracking = job.track if processes.is_first else NoTracking()
+        tracker = stack.enter_context(FinetuneTracker(tracking, run.path, display.say))
         origin = Origin.read(source, lambda folder: read_bound(folder).checkpoint)
         asked = _asked(job, origin)
         if (finished := _finished(run, asked)) is not None:
             _tidied(run, processes)
+            tracker.begin(asked, origin.binding.digest, plain(job))
+            tracker.result(finished.rope_config)
             return finished
 
         tokenizer = load_tokenizer(ModelConfig(path=str(source), trust_remote_code=job.trust_remote_code))
@@ -122,6 +128,7 @@ def finetune(job: FinetuneJob) -> FinetuneOutcome:
 
         if processes.is_first:
             run.describe(plain(job))
+        tracker.begin(asked, origin.binding.digest, plain(job))
 
         def on_event(event: StepEvent) -> None:
             short, long = (event.nats_per_token(regime) for regime in (SHORT, LONG))
@@ -131,6 +138,7 @@ def finetune(job: FinetuneJob) -> FinetuneOutcome:
                 note += " held out " + ", ".join(f"{each.name} {each.perplexity:.3f}" for each in event.measured)
                 _log.info("step %d: %s", event.step, note)
             display.show("steps", event.step / job.training.num_steps, note)
+            tracker.update(event)
 
         def on_spike(said: str) -> None:
             _log.warning("%s", said)
@@ -172,6 +180,7 @@ def finetune(job: FinetuneJob) -> FinetuneOutcome:
         }
         rope_config = _written(run, source, base, regimes, rows, record, loaded, processes)
         _tidied(run, processes)
+        tracker.result(rope_config)
         return _outcome(run, rope_config)
 
 
@@ -207,7 +216,8 @@ def _asked(job: FinetuneJob, origin: Origin) -> dict[str, Any]:
         **origin.identity,
         "training": training,
         "mixture_asked": plain(job.mixture),
-        "corpus": plain(job.corpus),
+        # Who is given the checkpoint need not know where the texts lie.
+        "corpus": {**plain(job.corpus), "path": files.sha256_of_json(job.corpus.path)},
         "attention": job.attention.name,
         "seed": job.seed,
     }

@@ -142,6 +142,8 @@ ALL_KEYS = {
         "training.save_every_steps",
         "training.num_kept_states",
         "training.measure_every_steps",
+        "track.mode",  # wandb
+        "track.project",
     ],
     "evaluate": ["path", "run", "seed", "lengths", "device", "cache", *CORPUS_KEYS, *OBJECTIVE_KEYS],
     "verify": ["path", "levels", "max_logits_tokens"],
@@ -259,6 +261,7 @@ def test_nothing_given_gives_the_defaults_of_the_schema(job_name: str) -> None:
         *(("search", f"optimizer={name}") for name in OPTIMIZERS),
         *(("search", f"launcher={name}") for name in LAUNCHERS),
         ("search", "track=wandb"),
+        ("finetune", "track=wandb"),
     ],
 )
 def test_every_key_composes(job_name: str, preset: str | None) -> None:

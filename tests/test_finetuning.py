@@ -28,6 +28,7 @@ from ropesearch.report import AFTER, BEFORE
 from ropesearch.train.loop import FineTuning
 from tests import toys
 from tests.artifact.examples import REGIME, TARGET_LENGTH, write_example
+from tests.track import reading
 from tests.train.examples import CORPUS_WORDS, NUM_HELD_OUT, write_texts
 
 NUM_STEPS = 6
@@ -435,7 +436,7 @@ def test_one_run_folder_is_for_one_training(
 def command(asked: Sequence[str], num_processes: int = 1) -> list[str]:
     if num_processes == 1:
         return [sys.executable, "-m", "ropesearch.cli", *asked]
-    start = ["-m", "torch.distributed.run", "--nproc-per-node", str(num_processes), "--master-port", "0"]
+    start = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(num_processes)]
     return [sys.executable, *start, "-m", "ropesearch.cli", *asked]
 
 
@@ -443,11 +444,11 @@ def command(asked: Sequence[str], num_processes: int = 1) -> list[str]:
 @pytest.mark.parametrize(
     "settings",
     [
-        {},
+        {"track": "wandb", "track__mode": "offline"},
         {"training__checkpoint_activations": "true", "training__distill_weight": 1},
         {"training__adapter": "lora", "training__peak_learning_rate": 1e-2},
     ],
-    ids=["plain", "again and distilled", "lora"],
+    ids=["plain and tracked", "again and distilled", "lora"],
 )
 def test_two_processes_give_the_losses_of_one(
     settings: dict[str, Any], searched: Path, texts: Path, tmp_path: Path
@@ -471,6 +472,8 @@ def test_two_processes_give_the_losses_of_one(
         assert theirs["gradient_norm"] == pytest.approx(mine["gradient_norm"], rel=1e-3)
     rows = [[row["nats"] / row["tokens"] for row in RopeConfig.read(runs[number]).evaluation] for number in (1, 2)]
     assert rows[1] == pytest.approx(rows[0], abs=1e-4)
+    for run in runs.values() if "track" in settings else ():  # by the first process alone
+        assert [found.steps for found in reading.finetune_runs(run)] == [list(range(21))]
     assert cli.main(["verify", str(runs[2])]) == 0
 
 

@@ -39,9 +39,7 @@ from ropesearch.train.weights import whole
 
 BETAS = (0.9, 0.95)
 METRICS = "metrics.jsonl"
-_REMEDY = (
-    "give a lower training.peak_learning_rate, more warm-up steps, or training.precision=float32, in a new run"
-)
+_REMEDY = "give a lower training.peak_learning_rate, more warm-up steps, or training.precision=float32, in a new run"
 STATES = "states"
 
 
@@ -105,6 +103,21 @@ class StepEvent:
             "tokens_per_second": round(self.tokens_per_second, 1),
             **({"held_out": _held_out_json(self.measured)} if self.measured else {}),
         }
+
+    @classmethod
+    def from_json(cls, line: Mapping[str, Any]) -> "StepEvent":
+        """The event of a line of metrics.jsonl."""
+        return cls(
+            step=line["step"],
+            learning_rate=line["learning_rate"],
+            gradient_norm=line["gradient_norm"],
+            regime_of={int(bucket): name for bucket, name in line["regimes"].items()},
+            nats={int(bucket): nats for bucket, nats in line["nats"].items()},
+            tokens={int(bucket): tokens for bucket, tokens in line["tokens"].items()},
+            divergence_nats=line["divergence_nats"],
+            tokens_per_second=line["tokens_per_second"],
+            measured=_measured_from(line.get("held_out", {})),
+        )
 
 
 class FineTuning:
@@ -318,20 +331,23 @@ class FineTuning:
     def _recalled(self, done: int) -> dict[int, list[Measurement]]:
         """What was measured up to the step that is gone on from; lines of later steps are taken out of the file."""
         path = self._folder / METRICS
-        lines = []
-        for line in path.read_text(encoding="utf-8").splitlines() if path.exists() else ():
-            try:
-                event = json.loads(line)
-            except ValueError:  # a line that was cut short
-                continue
-            if done and event["step"] <= done:
-                lines.append(event)
+        lines = [event for event in recorded_events(self._folder) if done and event["step"] <= done]
         self._processes.wait_for_all()
         if self._processes.is_first:
             files.write_bytes(path, "".join(json.dumps(event) + "\n" for event in lines).encode())
         for event in lines:
             self._spikes.recall(event)
         return {event["step"]: _measured_from(event["held_out"]) for event in lines if "held_out" in event}
+
+
+def recorded_events(folder: Path) -> list[dict[str, Any]]:
+    """The lines of a run folder's metrics.jsonl, but for one that was cut short; see `StepEvent.to_json`."""
+    path = folder / METRICS
+    events = []
+    for line in path.read_text(encoding="utf-8").splitlines() if path.exists() else ():
+        with contextlib.suppress(ValueError):  # a line that was cut short
+            events.append(json.loads(line))
+    return events
 
 
 def _optimizer(parameters: Mapping[str, torch.nn.Parameter], config: TrainingConfig) -> torch.optim.Optimizer:

@@ -15,7 +15,7 @@ pytestmark = pytest.mark.slow  # torch and torchrun take seconds to start
 def launched(program: str, tmp_path: Path) -> "subprocess.Popen[str]":
     path = tmp_path / "program.py"
     path.write_text("import os, signal, sys, time\nrank = int(os.environ['RANK'])\n" + program)
-    command = [sys.executable, "-m", "ropesearch.train.launch", "--nproc-per-node=2", "--master-port=0", str(path)]
+    command = [sys.executable, "-m", "ropesearch.train.launch", "--nproc-per-node=2", "--standalone", str(path)]
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 
