@@ -445,10 +445,14 @@ def command(asked: Sequence[str], num_processes: int = 1) -> list[str]:
     "settings",
     [
         {"track": "wandb", "track__mode": "offline"},
-        {"training__checkpoint_activations": "true", "training__distill_weight": 1},
-        {"training__adapter": "lora", "training__peak_learning_rate": 1e-2},
+        {
+            "training__checkpoint_activations": "true",
+            "training__distill_weight": 1,
+            "training__adapter": "lora",
+            "training__peak_learning_rate": 1e-2,
+        },
     ],
-    ids=["plain and tracked", "again and distilled", "lora"],
+    ids=["plain and tracked", "adapters, again and distilled"],
 )
 def test_two_processes_give_the_losses_of_one(
     settings: dict[str, Any], searched: Path, texts: Path, tmp_path: Path

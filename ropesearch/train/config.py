@@ -8,7 +8,6 @@ from enum import Enum
 from ropesearch.errors import InputError
 from ropesearch.settings import setting
 
-
 _MOST = 1e6  # of what has no limit by itself
 
 
