@@ -57,8 +57,8 @@ class Row:
 
 
 def walk(model_type: str, folder: Path, *, logits_of_two: bool = True) -> Row:
-    """Take one model type through all of it, in `folder`, which may be thrown away afterwards; of two regimes with their
-    logits or with their tables alone, which takes a fraction of the time.
+    """Take one model type through all of it, in `folder`, which may be thrown away afterwards; two regimes with their
+    logits, or their tables alone, which takes a fraction of the time.
     """
     try:
         model = tiny_models.tiny_model(tiny_models.tiny_config(model_type))
