@@ -28,21 +28,30 @@ if [ -z "$run" ]; then
     exit 2
 fi
 
+# Where a file is refused, what was submitted before it is taken back.
+submitted=()
+trap 'code=$?; if [ "$code" != 0 ] && [ ${#submitted[@]} -gt 0 ]; then
+    scancel "${submitted[@]}"; echo "chain.sh: cancelled what was submitted: ${submitted[*]}" >&2; fi' EXIT
+
 submit() { sbatch --parsable "$@" | cut -d ";" -f 1; }
 after() { submit --dependency="afterok:$1" --kill-on-invalid-dep=yes "${@:2}"; }
 
 last=$(submit ${NUM_WORKERS:+--array=0-$((NUM_WORKERS - 1))} "$here/search.sbatch" "${search[@]}" "${shared[@]}" run="$run")
+submitted+=("$last")
 jobs="search $last"
 result=$run
 if [ ${#tuning[@]} -gt 0 ]; then
     result=$run-tuned
     last=$(after "$last" "$here/finetune.sbatch" "$run" "${tuning[@]}" "${shared[@]}" run="$result")
+    submitted+=("$last")
     jobs+=", finetune $last"
 fi
 last=$(after "$last" "$here/evaluate.sbatch" "$result" "${shared[@]}" run="$run-evaluation")
+submitted+=("$last")
 jobs+=", evaluate $last"
 if [ ${#tuning[@]} -gt 0 ]; then
     last=$(after "$last" "$here/export.sbatch" "$result" to="$run-served" single_table=true "${shared[@]}")
+    submitted+=("$last")
     jobs+=", export $last"
     result=$run-served
 fi

@@ -16,6 +16,7 @@ from ropesearch.artifact.folder import write_checkpoint_folder
 from ropesearch.artifact.load import find_folder, load_unscaled, own_table, read_bound
 from ropesearch.artifact.origin import Origin
 from ropesearch.artifact.schema import FILE_NAME, RopeConfig
+from ropesearch.artifact.strict_json import read_json_object
 from ropesearch.artifact.verify import verify as verify_folder
 from ropesearch.artifact.weights import check_stored_names, stored_dtypes, write_weights
 from ropesearch.config import FinetuneJob, expect_given, plain
@@ -31,7 +32,7 @@ from ropesearch.model.install import installed, prove_installable
 from ropesearch.model.load import LoadedModel, load_tokenizer, quiet_transformers
 from ropesearch.report import AFTER, BEFORE, FinetuneOutcome
 from ropesearch.rope.regime import Regime
-from ropesearch.run_folder import RunFolder, versions
+from ropesearch.run_folder import CONFIG, LAUNCHER_FOLDER, RunFolder, versions
 from ropesearch.score.forward import vocabulary_tokens
 from ropesearch.score.scorer import prove_scorer
 from ropesearch.scoring import cache_folder
@@ -54,6 +55,8 @@ _NOT_IN_ITS_NAME = ("run", "cache", "device", "track")
 _NOT_IN_ITS_RESULT = ("save_every_steps", "num_kept_states", "measure_every_steps")
 _TOKENS = "training-tokens"
 _NEW_WEIGHTS = "new-weights"
+_ASKED = "asked.json"
+_LOCK = "finetune.lock"
 
 
 def finetune(job: FinetuneJob) -> FinetuneOutcome:
@@ -80,6 +83,7 @@ def finetune(job: FinetuneJob) -> FinetuneOutcome:
         raise InputError(f"{source}: expected a regime for {target_length} tokens with another name, got {SHORT!r}")
     processes = Processes.joined(job.device)
     run = RunFolder.of("finetune", job.run, plain(job), without=_NOT_IN_ITS_NAME)
+    _expect_own(run)
     with contextlib.ExitStack() as stack:
         if processes.is_first:
             stack.enter_context(run.logged())
@@ -89,7 +93,8 @@ def finetune(job: FinetuneJob) -> FinetuneOutcome:
         tracker = stack.enter_context(FinetuneTracker(tracking, run.path, display.say))
         origin = Origin.read(source, lambda folder: read_bound(folder).checkpoint)
         asked = _asked(job, origin)
-        if (finished := _finished(run, asked)) is not None:
+        _expect_same(run, asked)
+        if (finished := _finished(run)) is not None:
             _tidied(run, processes)
             tracker.begin(asked, origin.binding.digest, plain(job))
             tracker.result(finished.rope_config)
@@ -128,6 +133,7 @@ def finetune(job: FinetuneJob) -> FinetuneOutcome:
 
         if processes.is_first:
             run.describe(plain(job))
+            files.write_json(run.path / _ASKED, asked)
         tracker.begin(asked, origin.binding.digest, plain(job))
 
         def on_event(event: StepEvent) -> None:
@@ -155,7 +161,7 @@ def finetune(job: FinetuneJob) -> FinetuneOutcome:
                 HeldOut(LONG, LONG, held_out),
             ],
             folder=run.path,
-            identity={**asked, "mixture": mixture.fingerprint},
+            identity={**asked, "rows": mixture.fingerprint},
             seed=job.seed,
             processes=processes,
             compute_dtype=dtype,
@@ -190,7 +196,7 @@ def _only_one(run: RunFolder, processes: Processes) -> Iterator[None]:
     if not processes.is_first:
         yield
         return
-    with claimed(run.path / "finetune.lock") as held:
+    with claimed(run.path / _LOCK) as held:
         if not held:
             raise InputError(
                 f"run: expected a run folder that nobody is at work in, got {run.path}, where a fine-tuning is under "
@@ -215,7 +221,7 @@ def _asked(job: FinetuneJob, origin: Origin) -> dict[str, Any]:
     return {
         **origin.identity,
         "training": training,
-        "mixture_asked": plain(job.mixture),
+        "mixture": plain(job.mixture),
         # Who is given the checkpoint need not know where the texts lie.
         "corpus": {**plain(job.corpus), "path": files.sha256_of_json(job.corpus.path)},
         "attention": job.attention.name,
@@ -223,19 +229,48 @@ def _asked(job: FinetuneJob, origin: Origin) -> dict[str, Any]:
     }
 
 
-def _finished(run: RunFolder, asked: Mapping[str, Any]) -> FinetuneOutcome | None:
-    """The result of a run that has come to its end, or None. InputError where it was asked otherwise."""
+def _expect_own(run: RunFolder) -> None:
+    """InputError where the run folder holds other things than a fine-tuning; nothing is written there then."""
+    ours = {"log.txt", _LOCK, _TOKENS, LAUNCHER_FOLDER}  # of one that was killed before it was described
+    others = sorted({entry.name for entry in run.path.iterdir()} - ours)
+    if others and not (run.path / _ASKED).is_file() and not (run.path / CONFIG).is_file():
+        raise InputError(
+            f"run: expected a new folder or that of a fine-tuning, got {run.path}, which holds {others[0]}"
+            f"{f' and {len(others) - 1} more' if len(others) > 1 else ''}; give another with run="
+        )
+
+
+def _expect_same(run: RunFolder, asked: Mapping[str, Any]) -> None:
+    """InputError where the run folder holds a fine-tuning that was asked otherwise."""
+    path = run.path / _ASKED
+    if not path.is_file():
+        return
+    there = _by_key(read_json_object(path))
+    here = _by_key(asked)
+    differing = [key for key in dict.fromkeys((*there, *here)) if there.get(key) != here.get(key)]
+    if differing:
+        raise InputError(
+            f"run: expected the fine-tuning that {run.path} was begun with, got another; give another run folder, or "
+            "the same again:\n"
+            + "\n".join(f"  {key}: {there.get(key)} there, {here.get(key)} asked" for key in differing)
+        )
+
+
+def _by_key(value: Any, prefix: str = "") -> dict[str, Any]:
+    """The values of nested objects by their dotted keys."""
+    if not isinstance(value, Mapping):
+        return {prefix: value}
+    found: dict[str, Any] = {}
+    for key, inner in value.items():
+        found |= _by_key(inner, f"{prefix}.{key}" if prefix else key)
+    return found
+
+
+def _finished(run: RunFolder) -> FinetuneOutcome | None:
+    """The result of a run that has come to its end, or None."""
     if not (run.path / FILE_NAME).is_file():
         return None
-    rope_config = RopeConfig.read(run.path)
-    there = (rope_config.training or {}).get("asked")
-    if there != dict(asked):
-        differing = [key for key in asked if not isinstance(there, dict) or there.get(key) != asked[key]]
-        raise InputError(
-            f"run: expected a run folder of the same fine-tuning, got {run.path}, which is finished with other "
-            f"{', '.join(differing)}; give another with run="
-        )
-    return _outcome(run, rope_config)
+    return _outcome(run, RopeConfig.read(run.path))
 
 
 def _tidied(run: RunFolder, processes: Processes) -> None:

@@ -150,17 +150,24 @@ class FinetuneOutcome:
         rows = {(row["method"], row["length"]): _Windows.of(row) for row in self.rope_config.evaluation}
         lines = [["length", "regime", "before", "after", "change (95 % interval)"]]
         num_documents = 0
+        worse: list[str] = []
         for regime in self.rope_config.regimes:
             before, after = (rows[method, regime.max_length] for method in (BEFORE, AFTER))
             num_documents = len(before.window_nats)
             cells = [perplexity_text(sum(each.window_nats), sum(each.window_tokens)) for each in (before, after)]
             lines.append([f"{regime.max_length:,}", regime.name, *cells, _change(after, before)])
+            if sum(after.window_nats) > sum(before.window_nats):
+                worse.append(
+                    f"note: worse than before at {regime.max_length:,} tokens; where that is not meant, give a lower "
+                    "training.peak_learning_rate or other mixture.shares in a new run"
+                )
         verify_command = shlex.join(["ropesearch", "verify", str(self.checkpoint_folder)])
         state = "NOT verified" if self.exit_code else "as its rope_config.json says"
         parts = [
             f"perplexity ({num_documents} held-out document{'s' if num_documents > 1 else ''})",
             aligned(lines),
             "",
+            *worse,
             *(f"note: {limit}" for limit in loader_limits(self.rope_config)),
             *(finding.message for finding in self.findings if not finding.ok),
             "",

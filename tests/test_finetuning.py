@@ -162,7 +162,7 @@ def test_each_step_is_recorded(finished: Path) -> None:
 
 def test_what_only_a_training_under_way_needs_is_gone(finished: Path) -> None:
     assert sorted(path.name for path in finished.iterdir()) == [
-        "checkpoint", "config.json", "log.txt", "metrics.jsonl", "rope_config.json", "versions.json",
+        "asked.json", "checkpoint", "config.json", "log.txt", "metrics.jsonl", "rope_config.json", "versions.json",
     ]  # fmt: skip
 
 
@@ -178,7 +178,7 @@ def test_asked_again_it_shows_the_result(
     assert re.search(rf"^256 +searched +\d+.* {change:.1%} \(-", shown, flags=re.MULTILINE), shown
     assert "note: plain transformers has one attention factor: up to 64 tokens" in shown
     assert cli.main(words(searched, texts, finished, training__clip_norm=2)) == 2
-    assert "which is finished with other training; give another with run=" in capsys.readouterr().err
+    assert "\n  training.clip_norm: 1.0 there, 2.0 asked\n" in capsys.readouterr().err
 
 
 def test_killed_just_before_its_end_it_leaves_nothing(
@@ -252,13 +252,49 @@ def test_a_schedulers_signal_saves_the_last_whole_step(
 
 
 def test_a_loss_that_is_not_finite_ends_it_and_says_what_to_change(
-    searched: Path, texts: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    searched: Path, texts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert cli.main(words(searched, texts, tmp_path / "run", training__peak_learning_rate=1)) == 3
+    backward = FineTuning._backward
+
+    def not_a_number(self: Any, micro: Any, counts: bool, num_scored: int, place: tuple[int, int]) -> Any:
+        nats, divergence = backward(self, micro, counts, num_scored, place)
+        return (float("nan") if place == (3, 1) else nats), divergence
+
+    monkeypatch.setattr(FineTuning, "_backward", not_a_number)
+    assert cli.main(words(searched, texts, tmp_path / "run")) == 3
+    assert [path.name for path in (tmp_path / "run" / "states").iterdir()] == ["step-00000002"]
     said = capsys.readouterr().err
     assert "expected a finite loss and gradient, got a loss of nan" in said
     assert "give a lower training.peak_learning_rate" in said and "Traceback" not in said
     assert not (tmp_path / "run" / "rope_config.json").exists()
+
+
+def test_held_out_windows_that_are_not_finite_end_it_too(
+    searched: Path, texts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    step = FineTuning._step
+
+    def ruining(self: Any, number: int) -> Any:
+        event = step(self, number)
+        if number == NUM_STEPS - 1:
+            next(iter(self._parameters.values())).data.fill_(float("inf"))
+        return event
+
+    monkeypatch.setattr(FineTuning, "_step", ruining)
+    assert cli.main(words(searched, texts, tmp_path / "run")) == 3
+    said = capsys.readouterr().err
+    assert "expected finite nats on the held-out windows (short), got others: give a lower" in said
+    assert not (tmp_path / "run" / "rope_config.json").exists()
+
+
+def test_a_folder_with_other_things_in_it_is_refused(
+    searched: Path, texts: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    before = sorted(texts.iterdir())
+    assert cli.main(words(searched, texts, texts)) == 2
+    said = capsys.readouterr().err
+    assert f"run: expected a new folder or that of a fine-tuning, got {texts}, which holds 000.txt and 119 more" in said
+    assert sorted(texts.iterdir()) == before
 
 
 def test_too_little_memory_is_said(

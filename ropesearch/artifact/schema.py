@@ -135,6 +135,8 @@ class RopeConfig:
 
         Raises InputError for a length below 1 or above target_length.
         """
+        if isinstance(length_tokens, bool) or not isinstance(length_tokens, int):
+            raise InputError(f"length_tokens: expected a whole number of tokens, got {length_tokens!r}")
         if length_tokens < 1:
             raise InputError(f"length_tokens: expected at least 1 token, got {length_tokens}")
         for regime in self.regimes:

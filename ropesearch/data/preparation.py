@@ -272,6 +272,11 @@ class _Preparation:
     def _check(self, buckets: Sequence[BucketCounts]) -> None:
         """Raises InputError for a bucket with a share and without documents."""
         read = self._read
+        if read.num_documents and read.num_excluded == read.num_documents:
+            raise InputError(
+                f"{self._corpus.path}: expected documents to train on beside the evaluation texts, got none: all "
+                f"{read.num_documents} are texts of the three splits or copies of such; give a corpus with more"
+            )
         for index, counts in enumerate(buckets):
             if counts.num_documents or not counts.num_needed_tokens:
                 continue

@@ -8,6 +8,7 @@ from enum import Enum
 from ropesearch.errors import InputError
 from ropesearch.settings import setting
 
+_MOST_RANK = 1024
 _MOST = 1e6  # of what has no limit by itself
 
 
@@ -49,7 +50,7 @@ class TrainingConfig:
     weight_decay: float = setting(0.0, "weight decay of matrices")
     clip_norm: float = setting(1.0, "greatest norm of a step's gradient")
     adapter: Adapter = setting(Adapter.none, "none = all weights; lora = low-rank additions, merged at the end")
-    lora_rank: int = setting(16, "rank of the additions, with adapter=lora")
+    lora_rank: int = setting(16, "rank of the additions, at most 1024, with adapter=lora")
     lora_alpha: int = setting(32, "what the additions are multiplied by, times lora_rank, with adapter=lora")
     precision: Precision = setting(
         Precision.auto, "of matrix products; auto = bfloat16 where the checkpoint is stored in it, else float32"
@@ -67,15 +68,18 @@ class TrainingConfig:
                      "measure_every_steps"):  # fmt: skip
             if getattr(self, name) < 1:
                 raise InputError(f"{name}: expected at least 1, got {getattr(self, name)}")
-        for name, most in (("num_warmup_steps", math.inf), ("weight_decay", 1.0), ("distill_weight", _MOST)):
+        for name, most in (("num_warmup_steps", math.inf), ("weight_decay", _MOST), ("distill_weight", _MOST)):
             if not 0 <= getattr(self, name) <= most:
                 raise InputError(f"{name}: expected from 0 to {most:g}, got {getattr(self, name)}")
-        for name, most in (("peak_learning_rate", 1.0), ("clip_norm", _MOST), ("lora_alpha", _MOST)):
+        for name, most in (("peak_learning_rate", 10.0), ("clip_norm", _MOST), ("lora_alpha", _MOST)):
             if not 0 < getattr(self, name) <= most:
                 raise InputError(f"{name}: expected above 0 and at most {most:g}, got {getattr(self, name)}")
+        if self.lora_rank > _MOST_RANK:
+            raise InputError(f"lora_rank: expected at most {_MOST_RANK}, got {self.lora_rank}")
         if self.num_warmup_steps > self.num_steps:
             raise InputError(
-                f"num_warmup_steps: expected at most num_steps = {self.num_steps}, got {self.num_warmup_steps}"
+                f"num_warmup_steps: expected at most num_steps = {self.num_steps}, got {self.num_warmup_steps}; give a "
+                "lower training.num_warmup_steps too"
             )
 
     def check(self) -> None:

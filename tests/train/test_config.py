@@ -29,11 +29,14 @@ def test_the_rate_is_that_of_transformers_half_a_step_later(schedule: Schedule, 
     [
         ({"num_steps": 0}, "num_steps: expected at least 1, got 0"),
         ({"num_step_rows": -1}, "num_step_rows: expected at least 1, got -1"),
-        ({"peak_learning_rate": 0.0}, "peak_learning_rate: expected above 0 and at most 1, got 0.0"),
+        ({"peak_learning_rate": 0.0}, "peak_learning_rate: expected above 0 and at most 10, got 0.0"),
         ({"clip_norm": float("inf")}, "clip_norm: expected above 0 and at most 1e+06, got inf"),
-        ({"peak_learning_rate": 1.5}, "peak_learning_rate: expected above 0 and at most 1, got 1.5"),
-        ({"weight_decay": float("nan")}, "weight_decay: expected from 0 to 1, got nan"),
-        ({"num_steps": 5, "num_warmup_steps": 6}, "num_warmup_steps: expected at most num_steps = 5, got 6"),
+        ({"peak_learning_rate": 15.0}, "peak_learning_rate: expected above 0 and at most 10, got 15.0"),
+        ({"weight_decay": float("nan")}, "weight_decay: expected from 0 to 1e+06, got nan"),
+        (
+            {"num_steps": 5, "num_warmup_steps": 6},
+            "num_warmup_steps: expected at most num_steps = 5, got 6; give a lower training.num_warmup_steps too",
+        ),
     ],
 )
 def test_values_out_of_range_are_refused(values: dict[str, Any], message: str) -> None:
