@@ -14,7 +14,7 @@ demo: $(INSTALLED)
 	$(VENV)/bin/ropesearch search $(DATA)/model corpus.path=$(DATA)/texts run=$(RUN) target_length=2048
 
 test: $(INSTALLED)
-	$(VENV)/bin/pytest -m "not slow"
+	$(VENV)/bin/pytest -n auto --maxprocesses 4 -m "not slow"
 
 test-slow: $(INSTALLED) $(OTHER)/4.57.6/.installed $(OTHER)/5.16.1/.installed
 	ROPESEARCH_OTHER_TRANSFORMERS=$(OTHER) $(VENV)/bin/pytest -m slow

@@ -1,11 +1,13 @@
-"""What scoring and gradient steps cost on an accelerator: a random 1B-shaped Llama in bfloat16, 32k and 128k tokens.
+"""What scoring, gradient steps and fine-tuning cost on an accelerator: a random 1B-shaped Llama, 32k and 128k tokens.
 
     python -m benchmarks.accelerator [OUT] [--small]
 
-Under eight minutes on one GPU of 80 GiB or more. For each length: seconds of one scored window and of one gradient step
-(medians of three, after one to warm up), tokens a second, the share of the device's measured matrix product rate that
-the model's products and attention come to, and peak memory. --small is a tiny model on whatever device there is, to try
-the script. OUT gets accelerator.json and accelerator.md.
+Meant for under eight minutes on one GPU of 80 GiB or more. For each length: seconds of one scored window, of one
+gradient step and of one fine-tuning step on one row (medians of three, after one to warm up), tokens a second, the
+share of the device's measured matrix product rate that the model's products and attention come to (for fine-tuning
+without the recomputation: model FLOPs utilisation), and peak memory; of fine-tuning the loss at each step too, which
+has to fall, as the row stays the same. Products are in bfloat16; weights of fine-tuning are float32. --small is
+a tiny model on whatever device there is, to try the script. OUT gets accelerator.json and accelerator.md.
 """
 
 import argparse
@@ -31,8 +33,10 @@ from ropesearch.model.load import LoadedModel, load_model
 from ropesearch.rope.methods import yarn
 from ropesearch.run_folder import versions
 from ropesearch.score.config import ScoringConfig
-from ropesearch.score.gradient import window_gradient
+from ropesearch.score.gradient import recomputed, window_gradient
 from ropesearch.score.scorer import score_windows
+from ropesearch.train.loop import BETAS
+from ropesearch.train.loss import RowLoss
 
 NUM_TIMES = 3
 ORIGINAL_LENGTH = 8192
@@ -128,6 +132,39 @@ def measured(loaded: LoadedModel, length: int, rate: float) -> dict[str, Any]:
     return row
 
 
+def fine_tuned(loaded: LoadedModel, length: int, rate: float) -> dict[str, Any]:
+    """The figures of steps on one long row, and the loss in nats per token at each."""
+    device = torch.device(loaded.device)
+    model: Any = loaded.model
+    model.requires_grad_(True)
+    token_ids = torch.randint(model.config.vocab_size, (1, length), device=device)
+    positions = torch.arange(length, device=device)[None]
+    is_scored = positions > 0
+    loss = RowLoss(model)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, betas=BETAS, weight_decay=0.0)
+    losses: list[float] = []
+
+    def step() -> None:
+        optimizer.zero_grad(set_to_none=True)
+        with torch.autocast(device.type, dtype=torch.bfloat16), recomputed(model):
+            nats, _ = loss(token_ids, positions, is_scored)
+            (nats / (length - 1)).backward()
+        optimizer.step()
+        losses.append(float(nats.detach()) / (length - 1))
+
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+    with installed(loaded, yarn(loaded.geometry, length)):
+        seconds = seconds_of(step, device)
+    return {
+        "seconds": seconds,
+        "tokens_per_second": length / seconds,
+        "share_of_product_rate": 3 * forward_flops(model.config, length) / seconds / rate,
+        "peak_bytes": torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None,
+        "losses": losses,
+    }
+
+
 def table(rows: list[dict[str, Any]]) -> str:
     """The figures as markdown."""
     lines = [
@@ -135,7 +172,7 @@ def table(rows: list[dict[str, Any]]) -> str:
         "|---:|---|---:|---:|---:|---:|",
     ]
     for row in rows:
-        for name in ("score", "gradient"):
+        for name in ("score", "gradient", "fine-tuning"):
             of = row[name]
             peak = "" if of["peak_bytes"] is None else f"{of['peak_bytes'] / 2**30:.1f}"
             lines.append(
@@ -157,6 +194,10 @@ def main() -> int:
             loaded = random_model(Path(folder), options.small)
             rate = product_rate(torch.device(loaded.device))
             rows = [measured(loaded, length, rate) for length in lengths]
+            del loaded
+            loaded = load_model(ModelConfig(path=folder, dtype=DType.float32))
+            for row in rows:
+                row["fine-tuning"] = fine_tuned(loaded, row["length"], rate)
     except RopesearchError as error:
         print(f"accelerator: {error}", file=sys.stderr)
         return error.exit_code
@@ -165,6 +206,9 @@ def main() -> int:
     write_json(options.out / "accelerator.json", {**about, "rows": rows})
     write_bytes(options.out / "accelerator.md", table(rows).encode())
     print(table(rows), end="")
+    for row in rows:
+        losses = ", ".join(f"{loss:.3f}" for loss in row["fine-tuning"]["losses"])
+        print(f"fine-tuning at {row['length']:,} tokens: nats per token {losses}")
     return 0
 
 

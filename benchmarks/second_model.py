@@ -58,8 +58,9 @@ def write_second_model(out: Path) -> None:
     """Train it, unless OUT/model is there."""
     if (out / "model" / "config.json").exists():
         return
-    corpus = split(load_addresses(), load_plays(), seed=0)
-    write_texts(out, corpus)
+    addresses = load_addresses()
+    corpus = split(addresses, load_plays(), seed=0)
+    write_texts(out, corpus, addresses)
     write_model(out, *train(corpus, out, SEED, PHASES, model_config()))
 
 

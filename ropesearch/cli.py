@@ -18,7 +18,7 @@ from ropesearch import __version__, config
 from ropesearch.errors import InputError, RopesearchError
 from ropesearch.launch.config import SlurmConfig
 from ropesearch.run_folder import LOGGED_IN, RunFolder
-from ropesearch.stopping import Stopping
+from ropesearch.stopping import Stopped, Stopping
 
 _INTERNAL_ERROR = 70
 # What the system says of full, broken, locked and unreachable disks.
@@ -33,7 +33,8 @@ _KEY_VALUE = re.compile(r"[+~]*[A-Za-z_][A-Za-z0-9_.@]*=")
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command line; returns the exit code: 0 done, 1 the answer is no, 2 the input is wrong, 3 no candidate
-    could be scored, 70 our own fault (traceback in a log file), 75 stopped by SIGTERM or SIGHUP, 130 interrupted.
+    could be scored or a training cannot go on, 70 our own fault (traceback in a log file), 75 stopped by SIGTERM or
+    SIGHUP, 130 interrupted.
     """
     words = list(sys.argv[1:] if arguments is None else arguments)
     again = shlex.join(["ropesearch", *words])
@@ -45,6 +46,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             except Exception as error:
                 if not stopping.asked:  # else a library has made an error of it
                     return _failed(error, again)
+        except Stopped as stopped:
+            stopping.take(stopped)
         except KeyboardInterrupt:
             pass
         stopping.say()

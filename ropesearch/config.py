@@ -16,10 +16,10 @@ from pathlib import Path
 from typing import Any
 
 from ropesearch.artifact.config import VerifyLevel, WeightsMode, table_files
-from ropesearch.data.config import CorpusConfig
+from ropesearch.data.config import CorpusConfig, MixtureConfig
 from ropesearch.errors import InputError
 from ropesearch.launch.config import LAUNCHERS, LauncherConfig, LocalConfig
-from ropesearch.model.config import ModelConfig
+from ropesearch.model.config import Attention, ModelConfig
 from ropesearch.score.config import ScoringConfig
 from ropesearch.search.config import (
     OPTIMIZERS,
@@ -34,6 +34,7 @@ from ropesearch.search.config import (
 from ropesearch.search.sharing_config import STORAGES, JournalConfig, StorageConfig, WorkerConfig
 from ropesearch.settings import group, setting
 from ropesearch.track.config import TRACKERS, NoTracking, TrackConfig
+from ropesearch.train.config import TrainingConfig
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -88,6 +89,12 @@ class SearchJob(JobConfig):
                 f"optimizer: expected evolution, which can spread along the front of two objectives, got "
                 f"{plain(self)['optimizer']['name']}; give optimizer=evolution, or leave objective.two_objectives out"
             )
+        if self.objective.offload_cache and isinstance(self.optimizer, GradientConfig):
+            raise InputError(
+                "optimizer: expected one without gradients beside objective.offload_cache=true, got gradient: it needs "
+                "the whole window's activations on the device, more than the cache that has no room there; give "
+                "optimizer=evolution, or leave objective.offload_cache out"
+            )
         self.selection.check()
         self.budget.check()
         self.storage.check()
@@ -99,6 +106,32 @@ class SearchJob(JobConfig):
 
 
 @dataclasses.dataclass(kw_only=True)
+class FinetuneJob(JobConfig):
+    """Fine-tune a searched checkpoint on short rows under its plain table and long rows under the searched one."""
+
+    path: str = setting("", "checkpoint folder with a rope_config.json, or the run folder of a search")
+    run: str | None = setting(None, "run folder; by default runs/finetune-<fingerprint of what is asked>")
+    seed: int = setting(0, "seed of the splits (as in the search), of the order of documents and of dropout")
+    device: str = setting("auto", "torch device, or auto: a GPU where there is one, with torchrun each process its own")
+    attention: Attention = setting(Attention.sdpa, "attention implementation of transformers")
+    trust_remote_code: bool = setting(False, "run model code that the checkpoint brings along")
+    cache: str | None = setting("~/.cache/ropesearch", "folder that keeps tokenised texts between runs; null for none")
+    corpus: CorpusConfig = group(CorpusConfig)
+    mixture: MixtureConfig = group(MixtureConfig)
+    training: TrainingConfig = group(TrainingConfig)
+    track: TrackConfig = group(NoTracking, TRACKERS)
+
+    def __post_init__(self) -> None:
+        _check_seed(self.seed)
+
+    def check(self) -> None:
+        """Raise InputError for what no folder and no texts could make right."""
+        self.corpus.check()
+        self.training.check()
+        self.track.check()
+
+
+@dataclasses.dataclass(kw_only=True)
 class EvaluateJob(JobConfig):
     """Measure a searched checkpoint against the unscaled model and the usual methods, by length and position."""
 
@@ -106,7 +139,7 @@ class EvaluateJob(JobConfig):
     run: str | None = setting(None, "folder for the results; by default runs/evaluate-<fingerprint of what is asked>")
     seed: int = setting(0, "seed of the splits (as in the search) and of the intervals")
     lengths: list[int] = setting([], "lengths in tokens; by default original_length and its doublings up to the target")
-    device: str = setting("auto", "torch device, or auto: a GPU where there is one")
+    device: str = setting("auto", "as model.device of a search: torch device, auto or balanced")
     cache: str | None = setting("~/.cache/ropesearch", "folder that keeps tokenised texts between runs; null for none")
     corpus: CorpusConfig = group(CorpusConfig)
     objective: ScoringConfig = group(ScoringConfig)
@@ -116,7 +149,10 @@ class EvaluateJob(JobConfig):
 
     def check(self) -> None:
         """Raise InputError for what no folder and no texts could make right."""
-        for length in self.lengths or self.objective.lengths:
+        lengths = self.lengths or self.objective.lengths
+        if len(set(lengths)) < len(lengths):
+            raise InputError(f"lengths: expected each once, got {lengths}")
+        for length in lengths:
             self.objective.check(length)
         self.corpus.check()
 
@@ -134,6 +170,36 @@ class VerifyJob(JobConfig):
             raise InputError(f"levels: expected at least one of {', '.join(VerifyLevel.__members__)}, got none")
         if self.max_logits_tokens < 1:
             raise InputError(f"max_logits_tokens: expected at least 1 token, got {self.max_logits_tokens}")
+
+
+@dataclasses.dataclass(kw_only=True)
+class ExportJob(JobConfig):
+    """Write a folder anew elsewhere, bound to the same weights: as it is, or with its long table for all lengths."""
+
+    path: str = setting("", "checkpoint folder with a rope_config.json, or the run folder of a search or fine-tuning")
+    to: str = setting("", "folder to write, which is not there yet or empty; has to be given")
+    single_table: bool = setting(
+        False,
+        "whether the long table serves all lengths, which every loader can do: its price on inputs of original_length "
+        "tokens is measured on held-out windows of corpus.path, which has to be given then",
+    )
+    weights: WeightsMode = setting(WeightsMode.copy, "how the weights get into the new folder")
+    seed: int = setting(0, "seed of the splits (as in the search)")
+    device: str = setting("auto", "torch device, or auto: a GPU where there is one")
+    cache: str | None = setting("~/.cache/ropesearch", "folder that keeps tokenised texts between runs; null for none")
+    corpus: CorpusConfig = group(CorpusConfig)
+
+    def __post_init__(self) -> None:
+        _check_seed(self.seed)
+
+    def check(self) -> None:
+        """Raise InputError for texts that are missing, cannot be there, or would not be looked at."""
+        if self.single_table:
+            self.corpus.check()
+        elif self.corpus.path:
+            raise InputError(
+                f"corpus.path: expected none without single_table=true, as nothing is measured, got {self.corpus.path}"
+            )
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -164,6 +230,14 @@ JOBS = {
         summary="search the factors of a checkpoint for a target length",
         required=("model.path", "corpus.path", "target_length"),
     ),
+    "finetune": Job(
+        schema=FinetuneJob,
+        main_key="path",
+        path_meaning="FOLDER",
+        summary="fine-tune a searched checkpoint on short and long rows, each under its own table",
+        required=("path", "corpus.path"),
+        module="ropesearch.finetuning",
+    ),
     "evaluate": Job(
         schema=EvaluateJob,
         main_key="path",
@@ -177,6 +251,14 @@ JOBS = {
         path_meaning="FOLDER",
         summary="prove that a folder is what its rope_config.json says",
         required=("path",),
+    ),
+    "export": Job(
+        schema=ExportJob,
+        main_key="path",
+        path_meaning="FOLDER",
+        summary="write a folder anew for other loaders, also with one table for all lengths",
+        required=("path", "to"),
+        module="ropesearch.export",
     ),
     "status": Job(
         schema=StatusJob,

@@ -25,6 +25,12 @@ class BindingError(RopesearchError):
     exit_code = 1
 
 
+class TrainingError(RopesearchError):
+    """A training cannot go on: its loss is not finite, or memory does not suffice. What was saved before stays."""
+
+    exit_code = 3
+
+
 class NothingScoredError(RopesearchError):
     """No candidate of a search could be scored."""
 
@@ -33,3 +39,9 @@ class NothingScoredError(RopesearchError):
 
 class ScoringError(RopesearchError):
     """One candidate could not be scored (out of memory, not a number). A search records it as a failed trial."""
+
+
+def in_one_line(error: BaseException) -> str:
+    """Kind and text of another library's error, for a message of ours."""
+    text = " ".join(str(error).split())
+    return f"{type(error).__name__}: {text[:300]}" if text else type(error).__name__

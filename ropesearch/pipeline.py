@@ -5,12 +5,9 @@ import dataclasses
 import functools
 import logging
 import math
-import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
-
-import transformers
 
 from ropesearch.artifact.config import VerifyLevel, WeightsMode
 from ropesearch.artifact.digest import check_entries
@@ -32,6 +29,7 @@ from ropesearch.model.config import ModelConfig
 from ropesearch.model.load import (
     load_model,
     load_tokenizer,
+    quiet_transformers,
     read_geometry,
     read_layer_limits,
     read_length_note,
@@ -46,7 +44,14 @@ from ropesearch.score.gradient import GRADIENT_COST
 from ropesearch.score.objective import objective_of
 from ropesearch.score.scorer import forward_equivalent_tokens, scoring_identity
 from ropesearch.score.store import ScoreStore
-from ropesearch.scoring import JobScorer, guiding_windows, needle_rows_of, needles_by_split, perplexity_rows
+from ropesearch.scoring import (
+    JobScorer,
+    cache_folder,
+    guiding_windows,
+    needle_rows_of,
+    needles_by_split,
+    perplexity_rows,
+)
 from ropesearch.search.baselines import RESERVED_NAMES, baseline_regimes, seed_regimes
 from ropesearch.search.budget import Budget
 from ropesearch.search.optimizers import make_sampler
@@ -73,7 +78,7 @@ def search(job: SearchJob) -> SearchOutcome:
     Everything that can be wrong with the job is found before the weights are loaded. Raises InputError for that,
     NothingScoredError when no candidate could be scored; KeyboardInterrupt leaves a run that goes on when asked again.
     """
-    _quiet_libraries()
+    quiet_transformers()
     expect_given("search", job)
     job.check()
     small_files = find_checkpoint(job.model, with_weights=False)
@@ -94,7 +99,7 @@ def search(job: SearchJob) -> SearchOutcome:
     whole_windows = dataclasses.replace(job.objective, last_tokens=None)  # what short inputs are reported on
     whole_windows.check(geometry.original_length)
     tokenizer = load_tokenizer(job.model)
-    texts = build_windows(job.corpus, tokenizer, job.target_length, job.seed, _cache_folder(job.cache))
+    texts = build_windows(job.corpus, tokenizer, job.target_length, job.seed, cache_folder(job.cache))
     needles = needles_by_split(job.objective, texts, tokenizer, job.seed)
     windows = guiding_windows(objective, texts, needles)
     num_windows = windows["search"].num_windows
@@ -151,7 +156,8 @@ def search(job: SearchJob) -> SearchOutcome:
             load=lambda: origin.loaded_with(lambda: load_model(job.model)),
             identity=lambda of, scoring: {**depends_on, **scoring_identity(job.model, of, scoring)},
             store=ScoreStore(run.path / "scores"),
-            last_tokens=job.objective.last_tokens,
+            scoring=job.objective,
+            longest_tokens=job.target_length,
         )
         if run.is_new:
             scorer.prove([*windows.values(), *needles.values()])
@@ -279,7 +285,7 @@ def evaluate(job: EvaluateJob) -> EvaluateOutcome:
     Raises InputError for a folder, corpus or lengths that cannot be used, BindingError for weights that are not those
     of the folder's rope_config.json. A method that cannot be scored at a length is named, and has no row.
     """
-    _quiet_libraries()
+    quiet_transformers()
     expect_given("evaluate", job)
     job.check()
     folder = find_folder(Path(job.path))
@@ -294,7 +300,7 @@ def evaluate(job: EvaluateJob) -> EvaluateOutcome:
         job.objective.check(length)
     model_config = ModelConfig(path=str(folder), device=job.device)
     tokenizer = load_tokenizer(model_config)
-    windows = build_windows(job.corpus, tokenizer, max(lengths), job.seed, _cache_folder(job.cache))["held_out"]
+    windows = build_windows(job.corpus, tokenizer, max(lengths), job.seed, cache_folder(job.cache))["held_out"]
 
     asked = {**plain(job), "path": str(folder.resolve())}
     run = RunFolder.of("evaluate", job.run, asked, without=("run", "cache", "lengths"))
@@ -305,6 +311,8 @@ def evaluate(job: EvaluateJob) -> EvaluateOutcome:
             load=lambda: origin.loaded_with(lambda: load_unscaled(folder, rope_config, device=job.device)),
             identity=lambda of, scoring: {**depends_on, **scoring_identity(model_config, of, scoring)},
             store=ScoreStore(run.path / "scores"),
+            scoring=job.objective,
+            longest_tokens=max(lengths),
         )
         if run.is_new:
             scorer.prove([windows])
@@ -313,7 +321,11 @@ def evaluate(job: EvaluateJob) -> EvaluateOutcome:
         failures: list[str] = []
         rows = perplexity_rows(scorer, windows, regimes, lengths, job.objective, display, failures)
         outcome = EvaluateOutcome(
-            run_folder=run.path, rows=rows, failures=failures, last_tokens=job.objective.last_tokens
+            run_folder=run.path,
+            rows=rows,
+            failures=failures,
+            last_tokens=job.objective.last_tokens,
+            regimes=rope_config.regimes,
         )
         write_json(run.path / "evaluation.json", outcome.to_json())
         return outcome
@@ -321,7 +333,7 @@ def evaluate(job: EvaluateJob) -> EvaluateOutcome:
 
 def verify(job: VerifyJob) -> VerifyOutcome:
     """Check a folder against its rope_config.json; see `ropesearch.artifact.verify.verify`."""
-    _quiet_libraries()
+    quiet_transformers()
     expect_given("verify", job)
     folder = find_folder(Path(job.path))
     findings = verify_folder(folder, job.levels, job.max_logits_tokens)
@@ -422,13 +434,3 @@ def _doublings(original_length: int, target_length: int) -> list[int]:
     while lengths[-1] * 2 < target_length:
         lengths.append(lengths[-1] * 2)
     return [*lengths, target_length]
-
-
-def _cache_folder(path: str | None) -> Path | None:
-    return None if path is None else Path(os.path.expanduser(path))
-
-
-def _quiet_libraries() -> None:
-    """Progress bars and warnings of transformers would tear this program's own progress display."""
-    transformers.utils.logging.disable_progress_bar()
-    transformers.utils.logging.set_verbosity_error()

@@ -7,14 +7,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ropesearch.artifact.limits import loader_limits
 from ropesearch.artifact.schema import RopeConfig
 from ropesearch.artifact.verify import Finding
 from ropesearch.evaluate.interval import paired_interval
 from ropesearch.evaluate.needle import NeedleEvaluation
 from ropesearch.evaluate.perplexity import Evaluation
 from ropesearch.evaluate.table import aligned, of_last, perplexity_text, render_table
+from ropesearch.rope.regime import Regime
 from ropesearch.score.objective import Objective
 from ropesearch.search.run import SearchResult
+from ropesearch.search.space import SEARCHED
 
 _NUM_FRONT_LINES = 6
 
@@ -73,17 +76,13 @@ class SearchOutcome:
                     "-" if searched is None else _value_text(result.objective.value(searched)),
                     selected.get(row.method, "-"),
                     perplexity_text(row.nats, row.tokens),
-                    "" if row is won else _above(row, won),
+                    "" if row is won else above_text(row, won),
                 ]
             )
         before, after = (cells.get((method, original_length)) for method in ("unscaled", result.method))
         price = "not known"
         if before and after:
-            price = (
-                f"perplexity at {original_length} tokens {perplexity_text(before.nats, before.tokens)} unscaled, "
-                f"{perplexity_text(after.nats, after.tokens)} now "
-                f"({_signed(math.expm1(after.nats / after.tokens - before.nats / before.tokens), '.1%')})"
-            )
+            price = short_price_text(before, after)
         parts = [
             f"perplexity at {target_length} tokens{of_last(_last_tokens(self.rope_config.search))} ({documents})",
             aligned(lines),
@@ -107,11 +106,7 @@ class SearchOutcome:
         if result.method != "searched":
             beat = f"no candidate {_better_than(excess)} {result.method}"
             parts.append(f"{beat} on the selection windows, so rope_config.json holds that")
-        if self.rope_config.not_portable:
-            parts.append(
-                f"other loaders cannot express {', '.join(self.rope_config.not_portable)}: the folder's config.json is "
-                "that of the unscaled model, and only ropesearch.load serves the regime"
-            )
+        parts += [f"note: {limit}" for limit in loader_limits(self.rope_config)]
         parts += [finding.message for finding in self.findings if not finding.ok]
         verify_command = shlex.join(["ropesearch", "verify", str(self.checkpoint_folder)])
         state = "NOT verified" if self.exit_code else "as its rope_config.json says"
@@ -124,6 +119,87 @@ class SearchOutcome:
         return "\n".join(parts)
 
 
+# Methods of a fine-tuning's held-out rows: the weights before it and after it, each under the regime for the length.
+BEFORE, AFTER = "before fine-tuning", "fine-tuned"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FinetuneOutcome:
+    """A finished fine-tuning: its folder, its checkpoint folder, and the rope_config.json with the held-out rows."""
+
+    run_folder: Path
+    checkpoint_folder: Path
+    rope_config: RopeConfig
+    findings: Sequence[Finding]
+
+    @property
+    def exit_code(self) -> int:
+        """0 where the folder that was written is what its rope_config.json says, else 1."""
+        return 0 if self.findings and all(finding.ok for finding in self.findings) else 1
+
+    def to_json(self) -> dict[str, Any]:
+        """The outcome as JSON values: the folders and what rope_config.json holds."""
+        return {
+            "run": str(self.run_folder),
+            "checkpoint": str(self.checkpoint_folder),
+            "rope_config": self.rope_config.to_json(),
+        }
+
+    def to_text(self) -> str:
+        """Perplexity before and after at the two lengths, and where the checkpoint is."""
+        rows = {(row["method"], row["length"]): _Windows.of(row) for row in self.rope_config.evaluation}
+        lines = [["length", "regime", "before", "after", "change (95 % interval)"]]
+        num_documents = 0
+        worse: list[str] = []
+        for regime in self.rope_config.regimes:
+            before, after = (rows[method, regime.max_length] for method in (BEFORE, AFTER))
+            num_documents = len(before.window_nats)
+            cells = [perplexity_text(sum(each.window_nats), sum(each.window_tokens)) for each in (before, after)]
+            lines.append([f"{regime.max_length:,}", regime.name, *cells, _change(after, before)])
+            if sum(after.window_nats) > sum(before.window_nats):
+                worse.append(
+                    f"note: worse than before at {regime.max_length:,} tokens; where that is not meant, give a lower "
+                    "training.peak_learning_rate or other mixture.shares in a new run"
+                )
+        verify_command = shlex.join(["ropesearch", "verify", str(self.checkpoint_folder)])
+        state = "NOT verified" if self.exit_code else "as its rope_config.json says"
+        parts = [
+            f"perplexity ({num_documents} held-out document{'s' if num_documents > 1 else ''})",
+            aligned(lines),
+            "",
+            *worse,
+            *(f"note: {limit}" for limit in loader_limits(self.rope_config)),
+            *(finding.message for finding in self.findings if not finding.ok),
+            "",
+            f"run         {self.run_folder}  (rope_config.json, metrics.jsonl, log.txt)",
+            f"checkpoint  {self.checkpoint_folder}  ({state}; all levels: {verify_command})",
+        ]
+        return "\n".join(parts)
+
+
+@dataclass(frozen=True, slots=True)
+class _Windows:
+    """The nats and tokens of each window of a row of rope_config.json."""
+
+    window_nats: Sequence[float]
+    window_tokens: Sequence[int]
+
+    @classmethod
+    def of(cls, row: Mapping[str, Any]) -> "_Windows":
+        return cls(row["window_nats"], row["window_tokens"])
+
+
+def _change(after: _Windows, before: _Windows) -> str:
+    """Of perplexity, with its interval where there is more than one document."""
+    if len(after.window_nats) < 2:
+        return _signed(math.expm1((after.window_nats[0] - before.window_nats[0]) / after.window_tokens[0]), ".1%")
+    interval = paired_interval(after, before)
+    change, low, high = (
+        _signed(math.expm1(each), ".1%") for each in (interval.difference, interval.low, interval.high)
+    )
+    return f"{change} ({low} to {high})"
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EvaluateOutcome:
     """Rows of perplexity by method, length and position, and the methods that could not be scored."""
@@ -132,23 +208,35 @@ class EvaluateOutcome:
     rows: Sequence[Evaluation]
     failures: Sequence[str]
     last_tokens: int | None = None  # that were scored of each window; None: all
+    regimes: Sequence[Regime] = ()  # the result's, each measured at the lengths that it serves
     exit_code: int = 0
 
     def to_json(self) -> dict[str, Any]:
         """The rows as JSON values."""
-        rows = [row.to_json() for row in self.rows]
-        return {"run": str(self.run_folder), "evaluation": rows, "failures": list(self.failures)}
+        return {
+            "run": str(self.run_folder),
+            "regimes": [{"name": regime.name, "max_length": regime.max_length} for regime in self.regimes],
+            "evaluation": [row.to_json() for row in self.rows],
+            "failures": list(self.failures),
+        }
 
     def to_text(self) -> str:
         """The tables, for a terminal."""
         return "\n".join(
             [
                 render_table(self.rows, self.last_tokens),
+                *self._regime_lines(),
                 *(f"not scored: {failure}" for failure in self.failures),
                 "",
                 f"run  {self.run_folder}  (evaluation.json)",
             ]
         )
+
+    def _regime_lines(self) -> list[str]:
+        if len(self.regimes) < 2:
+            return []
+        served = ", ".join(f"{regime.name} up to {regime.max_length} tokens" for regime in self.regimes)
+        return ["", f"{SEARCHED}: {served}"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -267,8 +355,17 @@ def _last_tokens(search: Mapping[str, Any]) -> int | None:
     return objective.get("last_tokens") if isinstance(objective, Mapping) else None
 
 
-def _above(row: Evaluation, won: Evaluation) -> str:
-    """By how many nats per token `row` lies above the winner; a single document admits no interval."""
+def short_price_text(before: Evaluation, after: Evaluation) -> str:
+    """What short inputs have paid for `after`: both perplexities, and by which part the second is above the first."""
+    return (
+        f"perplexity at {before.length} tokens {perplexity_text(before.nats, before.tokens)} {before.method}, "
+        f"{perplexity_text(after.nats, after.tokens)} now "
+        f"({_signed(math.expm1(after.nats / after.tokens - before.nats / before.tokens), '.1%')})"
+    )
+
+
+def above_text(row: Evaluation, won: Evaluation) -> str:
+    """By how many nats per token `row` lies above `won`, with a 95 % interval; a single document admits no interval."""
     if len(row.window_nats) < 2:
         return _signed(row.nats / row.tokens - won.nats / won.tokens, ".4f")
     interval = paired_interval(row, won)

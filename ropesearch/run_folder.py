@@ -29,7 +29,8 @@ _LIBRARIES = (
     "datasets",
 )
 
-_CONFIG = "config.json"
+# The job of a run and its resolved configuration.
+CONFIG = "config.json"
 
 # In a run folder, what a launcher writes that has submitted its workers to a scheduler.
 LAUNCHER_FOLDER = "slurm"
@@ -67,8 +68,8 @@ class RunFolder:
             raise InputError(
                 f"run: expected a folder that can be written to, got {path} ({reason}); give another with run="
             ) from error
-        found = _job_of(path / _CONFIG)
-        if found != job_name and (path / _CONFIG).exists():
+        found = _job_of(path / CONFIG)
+        if found != job_name and (path / CONFIG).exists():
             raise InputError(
                 f"run: expected a new folder or one of the job {job_name}, got {path}, which holds "
                 f"{f'one of the job {found}' if found else 'another config.json'}; give another with run="
@@ -79,7 +80,7 @@ class RunFolder:
     def describe(self, config: Mapping[str, Any]) -> None:
         """Write config.json (the job and its resolved configuration) and versions.json (of libraries, Python and this
         program)."""
-        write_json(self.path / _CONFIG, {"job": self.job_name, **config})
+        write_json(self.path / CONFIG, {"job": self.job_name, **config})
         write_json(self.path / "versions.json", versions())
 
     @contextlib.contextmanager

@@ -4,8 +4,10 @@ import contextlib
 import dataclasses
 import functools
 import logging
+import os
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from ropesearch.data.windows import Windows, check_vocabulary, needle_windows
@@ -16,6 +18,7 @@ from ropesearch.files import sha256_of_json
 from ropesearch.model.install import installed, prove_installable
 from ropesearch.model.load import LoadedModel
 from ropesearch.rope.regime import Regime
+from ropesearch.score.cache import check_memory
 from ropesearch.score.config import ScoringConfig
 from ropesearch.score.gradient import window_gradient
 from ropesearch.score.objective import Objective
@@ -38,7 +41,8 @@ class JobScorer:
     load: Callable[[], LoadedModel]
     identity: Callable[[Windows, ScoringConfig], dict[str, Any]]
     store: ScoreStore
-    last_tokens: int | None = None
+    scoring: ScoringConfig = dataclasses.field(default_factory=ScoringConfig)
+    longest_tokens: int = 0  # of the windows that will be scored
     failures: dict[str, ScoringError] = dataclasses.field(default_factory=dict)  # of `kept`, which are not tried again
 
     @functools.cached_property
@@ -47,7 +51,9 @@ class JobScorer:
         prove_installable(loaded)
         # One table for the whole sequence, in chunks too, where the checkpoint's own depends on the length.
         with installed(loaded, loaded.own.regime_at(loaded.geometry.original_length)):
-            prove_scorer(loaded)
+            prove_scorer(loaded, self.scoring.offload_cache)
+        if self.scoring.chunk_tokens is not None and self.scoring.chunk_tokens < self.longest_tokens:
+            check_memory(loaded.model, self.longest_tokens, self.scoring.offload_cache)
         _log.info("loaded %s as %s with %s attention", loaded.folder, loaded.dtype, loaded.attention)
         return loaded
 
@@ -75,7 +81,7 @@ class JobScorer:
         self, regime: Regime, windows: Windows, window: int, objective: Objective, guard_weight: float
     ) -> Step:
         """A gradient step: the objective on one window under `regime`, and its derivatives."""
-        weights = objective.token_weights(windows, window, self.last_tokens, guard_weight)
+        weights = objective.token_weights(windows, window, self.scoring.last_tokens, guard_weight)
         with installed(self.loaded, regime):
             nats, gradient = window_gradient(self.loaded, windows.token_ids[window], weights, regime.retained_tokens)
         derivatives = (*gradient.log_factors.tolist(), gradient.log_attention_factor)
@@ -218,3 +224,8 @@ def needle_rows_of(
             failures.append(f"{method} on needles of {needles.length_tokens} tokens: {error}")
         display.show("held-out needles", place / len(regimes))
     return rows
+
+
+def cache_folder(path: str | None) -> Path | None:
+    """The folder that the key `cache` names; None for none."""
+    return None if path is None else Path(os.path.expanduser(path))

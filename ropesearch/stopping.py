@@ -10,6 +10,7 @@ import os
 import signal
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from typing import NoReturn
 
@@ -17,6 +18,8 @@ from typing import NoReturn
 # --signal names, here USR2); a terminal or connection that went away.
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR2, signal.SIGHUP)
 _OF_SCHEDULERS = (signal.SIGTERM, signal.SIGUSR2)
+# One signal may come twice: from the scheduler, and from torchrun, which got it as well.
+_TWICE_SECONDS = 10.0
 
 INTERRUPTED = 130
 STOPPED = 75
@@ -50,12 +53,18 @@ def finishing(is_nearly_done: Callable[[], bool]) -> Iterator[None]:
         raise Stopped(postponed)
 
 
+def is_asked() -> bool:
+    """Within `finishing`, whether a signal has come that waits for the end of its block."""
+    return _postponed is not None
+
+
 class Stopping:
     """What the signals of this process have asked for. `again` is the command that goes on with what was stopped."""
 
     def __init__(self, again: str) -> None:
         self._again = again
         self._signal: signal.Signals | None = None
+        self._signalled = 0.0  # when, on the monotonic clock
         self._said = False
         self._over = False
 
@@ -90,6 +99,11 @@ class Stopping:
                 for number, handler in before.items():
                     signal.signal(number, handler)
 
+    def take(self, stopped: Stopped) -> None:
+        """Take note of a stop that another process of the same job was signalled for."""
+        if self._signal is None:
+            self._signal = signal.Signals[stopped.signal_name]
+
     def say(self) -> None:
         """Say once, on standard error, what happened and how to go on."""
         if self._said:
@@ -115,11 +129,15 @@ class Stopping:
         first = self._signal is None
         if first:
             self._signal = signal.Signals(number)
+            self._signalled = time.monotonic()
         if first and not self._over:
             if number in _OF_SCHEDULERS and _is_nearly_done is not None and _is_nearly_done():
                 _postponed = signal.Signals(number).name
                 return
             raise Stopped(signal.Signals(number).name)
+        is_twice = number in _OF_SCHEDULERS and time.monotonic() - self._signalled < _TWICE_SECONDS
+        if _postponed is not None and is_twice:
+            return
         if not self._over:
             self.say()
         os._exit(self.exit_code)

@@ -6,21 +6,16 @@ holds the first so many trials, and whoever writes it next knows from that numbe
 
 import dataclasses
 import hashlib
-import json
-import logging
 import os
-import re
 import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 from ropesearch.artifact.schema import FILE_NAME, RopeConfig
 from ropesearch.files import sha256_of_json, write_json
 from ropesearch.rope.geometry import Geometry
-from ropesearch.run_folder import versions
 from ropesearch.score.score import perplexity
 from ropesearch.search.ownership import exclusive
 from ropesearch.search.run import SearchResult
@@ -38,35 +33,22 @@ from ropesearch.search.trials import (
     recorded_score,
 )
 from ropesearch.search.worker import SEARCH, SearchEvent
-from ropesearch.track.config import TrackConfig, WandbTracking
+from ropesearch.track.config import TrackConfig
+from ropesearch.track.tracker import GRACE_SECONDS, Tracker, entry, kept_run_id
 from ropesearch.track.weights_and_biases import Claim, Reporter, TrialRow, without_folders
 
-_log = logging.getLogger(__name__)
-
-# How long a run may take to be finished, at the end of a search and when it was told to stop; and what may come on top.
-_END_SECONDS = 20.0
-_STOPPED_SECONDS = 8.0
-_GRACE_SECONDS = 2.0
 _STATES = {"COMPLETE": "complete", "PRUNED": "stopped", "FAIL": "failed"}
-_PLACES = ("host", "port", "url", "user")
 
 Trial = Any  # Optuna's FrozenTrial
 
 
-class SearchTracker:
-    """Tracks one search for as long as the block lasts; does nothing where nothing was asked for.
-
-    Nothing waits for it before the end of the block, and nothing that goes wrong with it ends the search: there is one
-    warning, and then no more tracking. The run of the study is written by one worker at a time, by that which holds a
-    lock in the run folder; the others are ready to go on with it.
+class SearchTracker(Tracker["_Runs"]):
+    """Tracks one search. The run of the study is written by one worker at a time, by that which holds a lock in the run
+    folder; the others are ready to go on with it.
     """
 
     def __init__(self, config: TrackConfig, folder: Path, say: Callable[[str], None]) -> None:
-        self._config = config
-        self._folder = folder.absolute()
-        self._say = say
-        self._runs: _Runs | None = None
-        self._gave_up = False
+        super().__init__(config, folder, say, job="search")
 
     def __enter__(self) -> "SearchTracker":
         return self
@@ -80,23 +62,13 @@ class SearchTracker:
         asked: Mapping[str, Any],
     ) -> None:
         """Begin to track the study, which is open now; `asked` is the job's configuration."""
-        if isinstance(self._config, WandbTracking):
-            about = {
-                "online": self._config.online,
-                "project": self._config.project,
-                "geometry": dataclasses.asdict(geometry),
-                "target_length": target_length,
-                "config": {
-                    "job": without_places(asked),
-                    "weights": fingerprints["weights"],
-                    "versions": _released(versions()),
-                },
-            }
-            try:
-                self._runs = _Runs(self._folder, opened, sha256_of_json(fingerprints), about)
-            except OSError as error:
-                self._give_up(str(error))
-            self._do(lambda runs: runs.update())
+        of = {"geometry": dataclasses.asdict(geometry), "target_length": target_length}
+        self._begin(
+            lambda about: _Runs(self._folder, opened, sha256_of_json(fingerprints), {**about, **of}),
+            asked,
+            fingerprints["weights"],
+        )
+        self._do(lambda runs: runs.update())
 
     def update(self, event: SearchEvent) -> None:
         """Log what has been finished meanwhile, by this worker or another."""
@@ -105,29 +77,6 @@ class SearchTracker:
     def result(self, rope_config: RopeConfig, result: SearchResult) -> None:
         """Log what the search came to; rope_config.json is in the run folder now."""
         self._do(lambda runs: runs.send_result(rope_config, result))
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        seconds = _STOPPED_SECONDS if isinstance(error, KeyboardInterrupt) else _END_SECONDS
-        self._do(lambda runs: runs.end(_exit_code(error), seconds), always=True)
-
-    def _do(self, what: Callable[["_Runs"], str | None], *, always: bool = False) -> None:
-        if self._runs is not None and (always or not self._gave_up):
-            try:
-                failure = what(self._runs)
-            except OSError as error:
-                failure = str(error)
-            if failure is not None:
-                self._give_up(failure)
-
-    def _give_up(self, reason: str) -> None:
-        """The one warning."""
-        if not self._gave_up:
-            self._gave_up = True
-            message = f"Weights & Biases: {without_folders(reason)}; the search does without it"
-            _log.warning("%s", message)
-            self._say(f"note: {message}")
 
 
 class _Runs:
@@ -141,7 +90,8 @@ class _Runs:
         self._folder = folder
         self._files = folder / "wandb"
         self._opened = opened
-        self._study_id = self._read_study_id(fingerprint)
+        with exclusive(folder):
+            self._study_id = kept_run_id(self._files / "study.json", fingerprint)
         config = {"study": self._study_id, **about["config"]}
         self._about = {**about, "group": self._study_id, "config": config}
         self._study: Reporter | None = None
@@ -149,18 +99,6 @@ class _Runs:
         self._study_claim = Claim(self._files / f"{self._study_id}.lock")
         self._so_far = _SoFar()
         self._result: str | None = None
-
-    def _read_study_id(self, fingerprint: str) -> str:
-        """The id of the study's run, made once: it says what is searched, and no two run folders have the same, since a
-        run that was deleted on a server cannot be written again.
-        """
-        path = self._files / "study.json"
-        with exclusive(self._folder):
-            found = _entry(path, "id")
-            if not (isinstance(found, str) and re.fullmatch("[0-9a-f]{16}", found)):
-                found = f"{fingerprint[:8]}{uuid.uuid4().hex[:8]}"
-                write_json(path, {"id": found})
-            return found
 
     def _trials(self) -> list[Trial]:
         trials: list[Trial] = self._opened.study.get_trials(deepcopy=False)
@@ -243,7 +181,7 @@ class _Runs:
 
     def end(self, exit_code: int, seconds: float) -> str | None:
         """Finish the runs, within so many seconds and some more."""
-        deadline = time.monotonic() + seconds + _GRACE_SECONDS
+        deadline = time.monotonic() + seconds + GRACE_SECONDS
         for run in self._runs():
             run.end(exit_code, seconds)
         failures = [failure for run in self._runs() if (failure := run.closed(deadline)) is not None]
@@ -254,14 +192,15 @@ class _Runs:
         return failures[0] if failures else None
 
     def _reporter(self, run_id: str, name: str, claim: Claim, *, is_study: bool) -> Reporter:
-        begin = {**self._about, "id": run_id, "name": name, "is_study": is_study}
+        job_type = "study" if is_study else "worker"
+        begin = {**self._about, "id": run_id, "name": name, "job_type": job_type, "counter": "trial"}
         return Reporter(self._folder, begin, claim)
 
     def _reported(self, key: str) -> Any:
         """What an earlier process has logged in the study's run. It only saves runs without anything new in them: what
         is missing in a run is known from the run.
         """
-        return _entry(self._files / "reported.json", key)
+        return entry(self._files / "reported.json", key)
 
 
 class _SoFar:
@@ -323,39 +262,6 @@ def row_of(trial: Trial) -> TrialRow:
         block_nats=() if score is None else tuple(score.nats.sum(axis=0).tolist()),
         block_tokens=() if score is None else tuple(score.tokens.sum(axis=0).tolist()),
     )
-
-
-def without_places(config: Any) -> Any:
-    """A configuration without what tells where files and servers are: of a text with a slash only the last name."""
-    if isinstance(config, dict):
-        return {key: without_places(value) for key, value in config.items() if key not in _PLACES}
-    if isinstance(config, list):
-        return [without_places(value) for value in config]
-    if isinstance(config, str) and "/" in config:
-        return config.rstrip("/").rpartition("/")[2]
-    return config
-
-
-def _entry(path: Path, key: str) -> Any:
-    """An entry of a JSON file; None where there is none."""
-    try:
-        return json.loads(path.read_bytes())[key]
-    except (OSError, ValueError, KeyError, TypeError):
-        return None
-
-
-def _released(found: Mapping[str, str]) -> dict[str, str]:
-    """Versions without that of a checkout, which is Git's matter."""
-    return {name: version for name, version in found.items() if not name.endswith("_commit")}
-
-
-def _exit_code(error: BaseException | None) -> int:
-    """What the command is about to end with."""
-    if error is None:
-        return 0
-    if isinstance(error, KeyboardInterrupt):
-        return 130 if getattr(error, "signal_name", "SIGINT") == "SIGINT" else 75
-    return int(getattr(error, "exit_code", 70))
 
 
 def _place() -> str | None:

@@ -2,6 +2,7 @@
 
 import os
 import signal
+from collections.abc import Generator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -24,6 +25,14 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 # No deadlines on shared machines, and the same examples in every run.
 settings.register_profile("ropesearch", deadline=None, derandomize=True)
 settings.load_profile("ropesearch")
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport() -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    """What was captured goes between processes as UTF-8, and may hold lone surrogates."""
+    report = yield
+    report.sections = [(name, text.encode(errors="backslashreplace").decode()) for name, text in report.sections]
+    return report
 
 
 @pytest.fixture(scope="session")

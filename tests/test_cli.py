@@ -113,7 +113,7 @@ def test_version(capsys: Captured) -> None:
     ("words", "message"),
     [
         (["serch"], "serch: no such job; did you mean search?"),
-        (["zzz"], "zzz: no such job; expected one of search, evaluate, verify, status"),
+        (["zzz"], "zzz: no such job; expected one of search, finetune, evaluate, verify, export, status"),
         (["verify", "--jsn"], "--jsn: no such option; did you mean --json? (settings are key=value)"),
         (["-x", "verify"], "-x: no such option; expected --help, --version or --json (settings are key=value)"),
         (["verify", "a", "b"], "expected one path, got 2: a, b; settings are key=value"),
@@ -238,6 +238,7 @@ def test_internal_errors_within_a_run_are_in_its_log(
         (["search", "m", "target_length=9"], "corpus.path"),
         (["evaluate", "corpus.path=c"], "path"),
         (["verify"], "path"),
+        (["export", "f"], "to"),
         (["status"], "path"),
     ],
 )

@@ -16,8 +16,8 @@ FLOORS = [
     {"model", "data"},
     {"score", "artifact"},
     {"search", "train", "evaluate", "track", "launch"},
-    {"config", "report", "scoring", "tracking"},
-    {"pipeline", "status", "demo"},
+    {"config", "report", "scoring", "tracking", "finetune_tracking"},
+    {"pipeline", "export", "finetuning", "status", "demo"},
     {"cli"},
 ]
 FLOOR_OF = {name: floor for floor, names in enumerate(FLOORS) for name in names}
@@ -30,6 +30,7 @@ HOMES = {  # library: the parts that may import it
     "rich": {"track"},
     "datasets": {"data"},
     "submitit": {"launch"},
+    "peft": {"train"},
 }
 MODULES = sorted(PACKAGE.rglob("*.py"))
 

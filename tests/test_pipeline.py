@@ -235,7 +235,7 @@ def test_retained_tokens_are_served_by_load_and_named(
     run = tmp_path / "run"
     words = [*runs.search_words(toy_folder, corpus, run, num_trials=30), "space.retained_tokens=[4]"]
     assert cli.main([*words, "space.attention_factor=1.0"]) == 0
-    assert "only ropesearch.load serves the regime" in capsys.readouterr().out
+    assert "other loaders see the unscaled model, ropesearch.load the regime" in capsys.readouterr().out
     rope_config = RopeConfig.read(run)
     assert rope_config.regimes[0].retained_tokens == 4 and rope_config.to_json()["portable"] == ["retained_tokens"]
     shipped = json.loads((run / "checkpoint" / "config.json").read_text())

@@ -20,6 +20,7 @@ BLOCKS = re.findall(r"^```(\w*)\n(.*?)^```$", README, flags=re.MULTILINE | re.DO
 SMALL = [
     "budget.num_trials=6", "selection.num_finalists=2",
     "cache=null",
+    "training.num_steps=2", "training.num_step_rows=3", "training.num_warmup_steps=1",
     *(f"corpus.num_{split}_windows=3" for split in ("search", "selection", "held_out")),
 ]  # fmt: skip
 
@@ -44,11 +45,14 @@ def test_every_key_and_target_it_names_exists() -> None:
 
 
 def test_the_five_lines_run(toy_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    corpus = runs.write_corpus(tmp_path / "texts")
+    """And the two that fine-tune and export what they have made."""
+    corpus = runs.write_corpus(tmp_path / "texts", num_documents=20)
     monkeypatch.chdir(tmp_path)
-    (block,) = [text for _, text in BLOCKS if "ropesearch evaluate" in text]
-    commands = [line for line in block.splitlines() if line.startswith("ropesearch ")]
-    assert len(commands) == 3
+    commands = []
+    for name, num_commands in (("evaluate", 3), ("finetune", 2)):
+        (block,) = [text for _, text in BLOCKS if f"ropesearch {name} runs/mine" in text]
+        commands += [line.partition("   #")[0] for line in block.splitlines() if line.startswith("ropesearch ")]
+        assert len(commands) == num_commands + 3 * (name == "finetune")
     for command in commands:
         words = [word.replace("MODEL", str(toy_folder)).replace("TEXTS", str(corpus)) for word in shlex.split(command)]
         words = [re.sub(r"^target_length=.*", f"target_length={runs.TARGET_LENGTH}", word) for word in words]

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from ropesearch.stopping import Stopped, Stopping, finishing
+from ropesearch.stopping import Stopped, Stopping, finishing, is_asked
 
 
 @pytest.fixture
@@ -34,6 +34,23 @@ def test_what_is_nearly_done_is_finished_first(number: signal.Signals, stopping:
         signal.raise_signal(number)
         done.append("finished")
     assert done == ["finished"] and stopping.exit_code == 75
+
+
+@pytest.mark.parametrize("second", [signal.SIGTERM, signal.SIGUSR2])
+def test_a_signal_that_comes_twice_is_one(second: signal.Signals, stopping: Stopping) -> None:
+    """From the scheduler and from torchrun, while the block goes to its end."""
+    done = []
+    with pytest.raises(Stopped, match="SIGTERM"), finishing(lambda: True):
+        signal.raise_signal(signal.SIGTERM)
+        assert is_asked()
+        signal.raise_signal(second)
+        done.append("finished")
+    assert done == ["finished"] and stopping.exit_code == 75
+
+
+def test_a_stop_that_another_process_was_told_of_is_no_interrupt(stopping: Stopping) -> None:
+    stopping.take(Stopped("SIGTERM"))
+    assert stopping.exit_code == 75
 
 
 @pytest.mark.parametrize(("number", "nearly"), [(signal.SIGTERM, False), (signal.SIGINT, True), (signal.SIGHUP, True)])

@@ -17,8 +17,9 @@ from ropesearch.rope.geometry import Geometry
 from ropesearch.score.score import Score
 from ropesearch.search.worker import SearchEvent
 from ropesearch.track.config import NoTracking, TrackMode, WandbTracking
+from ropesearch.track.tracker import without_places
 from ropesearch.track.weights_and_biases import Claim, TrialRow
-from ropesearch.tracking import SearchTracker, row_of, without_places
+from ropesearch.tracking import SearchTracker, row_of
 
 GEOMETRY = Geometry(model_type="llama", head_dim=4, rotary_dim=4, original_length=64, rope_theta=100.0)
 SCORE = Score(np.array([[10.0, 20.0], [30.0, 40.0]]), np.array([[9, 10], [9, 10]]), np.array([0, 10, 20]))
@@ -221,11 +222,11 @@ def test_trials_are_told_in_order_each_once(tmp_path: Path, reporters: list[Fake
     search.trials = [running, complete(1, 2.0), running]
     search.event(1)
     worker = reporters.pop()
-    assert worker.trials == [1] and not worker.begin["is_study"]
+    assert worker.trials == [1] and worker.begin["job_type"] == "worker"
     search.trials = [complete(0, 3.0, "unscaled"), complete(1, 2.0), running]
     search.event(0)
     (study,) = reporters
-    assert study.begin["is_study"] and study.trials == [0, 1] and worker.trials == [1, 0]
+    assert study.begin["job_type"] == "study" and study.trials == [0, 1] and worker.trials == [1, 0]
     search.event(1, split="selection")
     assert study.trials == [0, 1] and worker.trials == [1, 0]
     search.trials[2] = trial(2, TrialState.FAIL, failure="why")
@@ -247,7 +248,7 @@ def test_the_best_so_far_is_of_all_trials_and_the_pictured_one_of_the_candidates
     for number, made in enumerate(search.trials):
         made.number = number
     search.event(5)
-    (study,) = (reporter for reporter in reporters if reporter.begin["is_study"])
+    (study,) = (reporter for reporter in reporters if reporter.begin["job_type"] == "study")
     assert [is_best for _, is_best, _ in study.rows] == [False, True, False, False, False, True]
     assert [so_far["best/trial"] for _, _, so_far in study.rows] == [0, 1, 2, 2, 2, 2]
     assert [so_far["best/method"] for _, _, so_far in study.rows][2:] == ["yarn"] * 4
@@ -262,13 +263,13 @@ def test_one_worker_at_a_time_tells_of_the_study_and_the_next_one_of_all_of_it(
     first, second = Search(tmp_path / "run").begin(), Search(tmp_path / "run").begin()
     first.finished(complete(0, 3.0))
     second.finished(complete(0, 3.0), complete(1, 2.0))
-    assert [reporter.trials for reporter in reporters if reporter.begin["is_study"]] == [[0]]
+    assert [reporter.trials for reporter in reporters if reporter.begin["job_type"] == "study"] == [[0]]
     first.end(KeyboardInterrupt())
     second.finished(complete(0, 3.0), complete(1, 2.0), complete(2, 1.0))
-    told = [reporter for reporter in reporters if reporter.begin["is_study"]]
+    told = [reporter for reporter in reporters if reporter.begin["job_type"] == "study"]
     assert [reporter.trials for reporter in told] == [[0], [0, 1, 2]]
     assert told[0].begin["id"] == told[1].begin["id"]
-    workers = [reporter for reporter in reporters if not reporter.begin["is_study"]]
+    workers = [reporter for reporter in reporters if reporter.begin["job_type"] == "worker"]
     assert [reporter.trials for reporter in workers] == [[0], [1, 2]]
     assert workers[0].begin["id"] != workers[1].begin["id"]
     second.end()
@@ -278,7 +279,7 @@ def test_what_was_told_in_full_begins_no_run_again(tmp_path: Path, reporters: li
     search = Search(tmp_path / "run").begin()
     search.finished(complete(0, 3.0), complete(1, 2.0))
     search.result()
-    (study,) = (reporter for reporter in reporters if reporter.begin["is_study"])
+    (study,) = (reporter for reporter in reporters if reporter.begin["job_type"] == "study")
     (sent,) = study.sent
     assert sent["kind"] == "result" and sent["file"] == "rope_config.json"
     assert sent["metadata"] == {"checkpoint_digest": "sha256:2", "target_length": 128, "method": "searched"}
@@ -372,7 +373,7 @@ def worker_ids(folder: Path, reporters: list[FakeReporter], num_workers: int) ->
     reporters.clear()
     for search in searches:
         search.finished(complete(0, 3.0))
-    ids = [reporter.begin["id"] for reporter in reporters if not reporter.begin["is_study"]]
+    ids = [reporter.begin["id"] for reporter in reporters if reporter.begin["job_type"] == "worker"]
     for search in searches:
         search.end()
     return ids

@@ -1,4 +1,4 @@
-"""The config.json of an extended checkpoint: one regime, said so that every loader computes the same table."""
+"""The config.json of an extended checkpoint: its regime, or two, said so that every loader computes the same tables."""
 
 import math
 from collections.abc import Mapping
@@ -26,16 +26,36 @@ _SCALING_KEYS = (
 _POSITION_SCALE = "llama_4_scaling_beta"
 # Their config classes, of transformers 4.57 and 5, apply rope_scaling to full attention alone.
 _SCALING_OF_FULL_ATTENTION = ("gemma3_text", "gemma3n_text", "olmo3")
+# PhiMoE's forward pass reckons its table from short_factor at every length.
+_ONE_LIST = ("phimoe",)
 # Top-level keys of transformers 4.57 for the theta of windowed layers.
 _WINDOWED_THETA = {"gemma3_text": "rope_local_base_freq", "gemma3n_text": "rope_local_base_freq"}
 # Model types whose config classes have names of their own for partial_rotary_factor and rope_theta.
 _OWN_NAMES = ("gpt_neox", "gpt_neox_japanese")
 
 
-def extended_config(source: Mapping[str, Any], rope_config: RopeConfig) -> dict[str, Any]:
-    """`source`, a config.json, changed so that loading it puts `rope_config`'s one regime in force at all lengths.
+def described_regimes(source: Mapping[str, Any], rope_config: RopeConfig) -> tuple[Regime, Regime] | None:
+    """The regimes that `extended_config` writes: for sequences up to the first one's max_length, and for longer ones.
 
-    A regime that it cannot express (`RopeConfig.not_portable`) leaves it describing the unscaled model.
+    Of one regime it is both. None is where no config.json can hold them: three regimes or more, retained tokens, and
+    two regimes in a family that uses one list only, or whose position-dependent scale of queries (Ministral 3) is bound
+    to another original_max_position_embeddings than the threshold.
+    """
+    regimes = rope_config.regimes
+    if len(regimes) > 2 or any(regime.retained_tokens for regime in regimes):
+        return None
+    short, long = regimes[0], regimes[-1]
+    if len(regimes) == 2:
+        bound = _kept_by_position_scale(_parameters(source)).values()
+        if rope_config.geometry.model_type in _ONE_LIST or any(length != short.max_length for length in bound):
+            return None
+    return short, long
+
+
+def extended_config(source: Mapping[str, Any], rope_config: RopeConfig) -> dict[str, Any]:
+    """`source`, a config.json, changed so that loading it puts `rope_config`'s regimes in force.
+
+    Regimes that it cannot hold (`described_regimes`) leave it describing the unscaled model.
 
     The source is edited as JSON, its other keys untouched, rather than saved by transformers 5, which drops
     `rope_scaling` and `rope_theta`. What is written, and why:
@@ -43,7 +63,7 @@ def extended_config(source: Mapping[str, Any], rope_config: RopeConfig) -> dict[
     - `rope_parameters` (the schema of transformers 5) and the same dict as `rope_scaling`, with `rope_theta` beside it:
       transformers 4.57 and several engines know only these, and with `rope_parameters` alone they silently run an
       unscaled table of theta 10,000. Where both are present transformers 5 takes `rope_scaling`; they are equal.
-    - `short_factor` equal to `long_factor`: loaders that switch tables at original_length do so in the middle of a
+    - Of one regime, `short_factor` equal to `long_factor`: loaders that switch tables do so in the middle of a
       sequence, and keys already cached keep the other table's angles. Equal lists make every switch void, and they also
       make void that 4.57 sets the threshold at max_position_embeddings unless the top-level key below exists.
     - `attention_factor` as a number (transformers 4.57 and 5 take it as it is), and `short_mscale`, `long_mscale` equal
@@ -52,21 +72,25 @@ def extended_config(source: Mapping[str, Any], rope_config: RopeConfig) -> dict[
       there vLLM would take it for the greatest length to serve by default. Where the source has the top-level key, or
       its model class gives it a default (the Phi-3 family), it is written with the same value, since transformers 5
       lets it win; vLLM then needs `--max-model-len`.
+    - Of two regimes, each its own list and its own mscale, and the threshold between them, the short one's max_length,
+      as original_max_position_embeddings inside the dicts and at top level, without which 4.57 would keep to the short
+      list. `attention_factor` is the long one's, as transformers has one. See `ropesearch.artifact.limits`.
     - `rope_config_fingerprint`, so that neither file can be changed without the other noticing.
     - `head_dim`, since model classes that leave it None fail to build longrope; `type` beside `rope_type` for readers
-      of the older name; `max_position_embeddings` = target_length, which is what the one table serves.
+      of the older name; `max_position_embeddings` = target_length.
     - `partial_rotary_factor`, where a head is rotated in part or the source has the key, inside the dicts and at top
       level, and as `rotary_pct` (`rotary_emb_base` for theta) where the family calls it so (GPT-NeoX). transformers
       makes the table's length from head_dim times this factor, whatever the family's unscaled table does.
     - With one table for each layer type, `rope_parameters` holds the regime for the rescaled types and the plain table
       for the others, as the schema of transformers 5 has it. `rope_scaling` is written only where the family's config
       class applies it to full attention alone (Gemma 3, OLMo 3), with `rope_local_base_freq` beside `rope_theta` for
-      Gemma 3; other families would apply it to every layer, so they get none. There original_max_position_embeddings
-      is target_length: transformers 5.16 fails in the second forward pass beyond it (an unbound variable in
-      modeling_rope_utils.py, mended since), and with equal lists the threshold means nothing.
+      Gemma 3; other families would apply it to every layer, so they get none. There, of one regime,
+      original_max_position_embeddings is target_length: transformers 5.16 fails in the second forward pass beyond it
+      (an unbound variable in modeling_rope_utils.py, mended since), and with equal lists the threshold means nothing.
 
-    Where loaders differ still, see `older_loaders`. Engines that recompute the attention factor from target_length /
-    original_length (TensorRT-LLM, ExLlama, MLX) agree only when it is sqrt(1 + ln ratio / ln original_length).
+    Where loaders differ still, see `ropesearch.artifact.limits`. Engines that recompute the attention factor from
+    target_length / original_length (TensorRT-LLM, ExLlama, MLX) agree only when it is
+    sqrt(1 + ln ratio / ln original_length).
 
     Raises InputError when the source is of another model type.
     """
@@ -77,33 +101,40 @@ def extended_config(source: Mapping[str, Any], rope_config: RopeConfig) -> dict[
             f"got {source.get('model_type')!r}"
         )
     fingerprint = {"rope_config_fingerprint": rope_config.fingerprint}
-    if rope_config.not_portable:
+    regimes = described_regimes(source, rope_config)
+    if regimes is None:
         return {**source, **fingerprint}
-    return regime_config(source, geometry, rope_config.regimes[-1], rope_config.target_length) | fingerprint
+    return regime_config(source, geometry, *regimes, rope_config.target_length) | fingerprint
 
 
-def regime_config(source: Mapping[str, Any], geometry: Geometry, regime: Regime, target_length: int) -> dict[str, Any]:
-    """`source`, a config.json, changed so that loading it puts `regime` in force; see `extended_config`."""
+def regime_config(
+    source: Mapping[str, Any], geometry: Geometry, short: Regime, long: Regime, target_length: int
+) -> dict[str, Any]:
+    """`source`, a config.json, changed so that loading it puts `short` in force up to its max_length and `long` beyond;
+    one and the same regime is in force at all lengths. See `extended_config`.
+    """
+    is_one = short == long
     table: dict[str, Any] = {
         "rope_type": "longrope",
         "type": "longrope",
         "rope_theta": geometry.rope_theta,
         "factor": geometry.ratio(target_length),
-        "original_max_position_embeddings": geometry.original_length,
-        "short_factor": list(regime.factors),
-        "long_factor": list(regime.factors),
-        "attention_factor": regime.attention_factor,
-        "short_mscale": regime.attention_factor,
-        "long_mscale": regime.attention_factor,
+        "original_max_position_embeddings": geometry.original_length if is_one else short.max_length,
+        "short_factor": list(short.factors),
+        "long_factor": list(long.factors),
+        "attention_factor": long.attention_factor,
+        "short_mscale": short.attention_factor,
+        "long_mscale": long.attention_factor,
         **_partial(source, geometry),
     }
-    if geometry.layer_types is not None:
+    threshold = table["original_max_position_embeddings"]
+    changes = {"max_position_embeddings": target_length, **_geometry_keys(source, geometry)}
+    if not is_one or "original_max_position_embeddings" in source or geometry.model_type in _TOP_LEVEL_ORIGINAL:
+        changes["original_max_position_embeddings"] = threshold
+    if is_one and geometry.layer_types is not None:
         table["original_max_position_embeddings"] = target_length
     # The threshold of equal lists is void, so the key can keep saying what the source's says.
     table |= _kept_by_position_scale(_parameters(source))
-    changes = {"max_position_embeddings": target_length, **_geometry_keys(source, geometry)}
-    if "original_max_position_embeddings" in source or geometry.model_type in _TOP_LEVEL_ORIGINAL:
-        changes["original_max_position_embeddings"] = geometry.original_length
     result = {**source, **changes, **_by_layer_type(source, geometry, table)}
     result.pop("rope_scaling", None)
     if geometry.layer_types is None:

@@ -12,7 +12,7 @@ from typing import Any
 from ropesearch import files
 from ropesearch.artifact import digest, schema
 from ropesearch.artifact.config import WeightsMode
-from ropesearch.artifact.config_json import extended_config, extended_tokenizer_config
+from ropesearch.artifact.config_json import described_regimes, extended_config, extended_tokenizer_config
 from ropesearch.artifact.schema import Checkpoint, RopeConfig
 from ropesearch.artifact.strict_json import differences, read_json_object
 from ropesearch.errors import BindingError, InputError
@@ -42,9 +42,10 @@ def write_checkpoint_folder(
     its chat templates: tokenizer, generation config, licence, model card. Left behind are subfolders (such as
     original/), hidden files, pickles, weights in other formats, and files above 128 MiB that are not the tokenizer's.
 
-    What config.json cannot express (`RopeConfig.not_portable`) is refused, unless `allow_unportable`: then config.json
-    and tokenizer_config.json keep what the source's say. Other loaders thus see the model as it was, with its old
-    greatest length, rather than a longer one that it does not serve; `ropesearch.load` serves the regime.
+    What other loaders do not serve as it is meant (`RopeConfig.not_portable`) is refused, unless `allow_unportable`.
+    Where config.json cannot hold the regimes at all (`described_regimes`), it and tokenizer_config.json then keep what
+    the source's say. Other loaders thus see the model as it was, with its old greatest length, rather than a longer one
+    that it does not serve; `ropesearch.load` serves the regimes.
 
     The folder is built beside `destination` and renamed. A destination with the same content is left as it is; one with
     other content is refused. Raises InputError for that, for a source that cannot be read and for too little disk
@@ -54,7 +55,7 @@ def write_checkpoint_folder(
     if rope_config.not_portable and not allow_unportable:
         raise InputError(
             f"{destination}: expected a regime that config.json can express, got {', '.join(rope_config.not_portable)}"
-            "; search with one regime and retained_tokens 0, or allow a folder that only ropesearch.load serves"
+            "; use one regime and retained_tokens 0, or allow a folder that only ropesearch.load serves as it is meant"
         )
     binding = digest.checkpoint_binding(source)
     check_binding(rope_config, binding, source)
@@ -152,7 +153,7 @@ def json_differences(folder: Path, rope_config: RopeConfig) -> list[Difference]:
     path = folder / digest.TOKENIZER_CONFIG
     limit = read_json_object(path).get("model_max_length") if path.exists() else None
     limits = {"model_max_length": bound.model_max_length}
-    if not rope_config.not_portable:
+    if described_regimes(bound.config, rope_config) is not None:
         limits = extended_tokenizer_config(limits, rope_config.target_length)
     result += [
         Difference(digest.TOKENIZER_CONFIG, "model_max_length", True, text)
@@ -169,7 +170,8 @@ def _written_texts(source: Path, rope_config: RopeConfig) -> dict[str, bytes]:
     """The files that are not copies, by name."""
     config = extended_config(rope_config.checkpoint.config, rope_config)
     texts = {schema.FILE_NAME: _json_text(rope_config.to_json()), digest.CONFIG: _json_text(config)}
-    if not rope_config.not_portable and (source / digest.TOKENIZER_CONFIG).is_file():
+    is_described = described_regimes(rope_config.checkpoint.config, rope_config) is not None
+    if is_described and (source / digest.TOKENIZER_CONFIG).is_file():
         tokenizer = read_json_object(source / digest.TOKENIZER_CONFIG)
         texts[digest.TOKENIZER_CONFIG] = _json_text(extended_tokenizer_config(tokenizer, rope_config.target_length))
     return texts

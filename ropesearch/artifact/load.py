@@ -4,13 +4,14 @@ import contextlib
 import dataclasses
 import json
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ropesearch.artifact import schema
-from ropesearch.artifact.config_json import extended_config
+from ropesearch.artifact.config_json import regime_config
 from ropesearch.artifact.digest import check_entries, checkpoint_binding
 from ropesearch.artifact.folder import check_binding, json_differences
 from ropesearch.artifact.schema import RopeConfig
@@ -33,16 +34,20 @@ def load(
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """Load a folder that ropesearch wrote: model and tokenizer, the searched regime in force while the model lives.
 
-    What the regime asks for beyond config.json (retained tokens) is in force too. With several regimes, the one for
-    sequences of `length_tokens` (prompt and answer together) is taken; None means the longest. `device`, `dtype` and
-    `attention` are as in ModelConfig of ropesearch.model.config; inverse frequencies are float32 in any case.
+    What the regime asks for beyond config.json (retained tokens, an attention factor of its own) is in force too. With
+    several regimes, the one for sequences of `length_tokens` (prompt and answer together) is taken, and kept at every
+    length, so that a cached answer is what a whole pass gives; None means the longest. Sequences must not grow beyond
+    the `max_position_embeddings` of the model's config then, the greatest length that the regime serves. `device`,
+    `dtype` and `attention` are as in ModelConfig of ropesearch.model.config; inverse frequencies are float32 in any
+    case.
 
     Every byte of the weights is read to compare their digest. Raises BindingError, showing both digests, when weights
-    or tokenizer are not those of rope_config.json; InputError for a folder that cannot be read or loaded.
+    or tokenizer are not those of rope_config.json; InputError for a folder that cannot be read or loaded, and for a
+    length that no regime serves.
     """
     folder = find_folder(Path(folder))
     rope_config = read_bound(folder)
-    regime = _regime_for(rope_config, length_tokens)
+    regime = rope_config.regimes[-1] if length_tokens is None else rope_config.regime_for(length_tokens)
     loaded = load_unscaled(
         folder,
         rope_config,
@@ -55,8 +60,9 @@ def load(
     model._ropesearch_installed = _Installed(loaded, regime)
     # For readers of the config, save_pretrained among them; the table in force does not come from it.
     model.config.max_position_embeddings = regime.max_length
-    if not rope_config.not_portable:
-        extended = extended_config(rope_config.checkpoint.config, rope_config)
+    if not regime.retained_tokens:
+        source = rope_config.checkpoint.config
+        extended = regime_config(source, rope_config.geometry, regime, regime, rope_config.target_length)
         model.config.rope_parameters = extended["rope_parameters"]
     return model, loaded.tokenizer
 
@@ -108,26 +114,34 @@ def load_unscaled(
     compared with the digest, see `read_bound`. Raises InputError, see `load_model` and `check_entries`.
     """
     check_entries(folder)
-    with tempfile.TemporaryDirectory(prefix="ropesearch-") as name:
-        # load_model takes a folder: this one has the same files, but for config.json.
-        view = Path(name)
-        for path in folder.iterdir():
-            if path.name not in ("config.json", schema.FILE_NAME):
-                (view / path.name).symlink_to(path.resolve())
-        (view / "config.json").write_text(json.dumps(rope_config.checkpoint.config))
+    with source_folder(folder, rope_config) as source:
         model_config = ModelConfig(
-            path=name,
+            path=str(source),
             dtype=dtype,
             device=device,
             attention=attention,
             trust_remote_code=trust_remote_code,
             original_length=rope_config.geometry.original_length,
         )
-        try:
-            loaded = load_model(model_config)
-        except InputError as error:
-            raise InputError(str(error).replace(name, str(folder))) from error
+        loaded = load_model(model_config)
     return dataclasses.replace(loaded, folder=folder)
+
+
+@contextlib.contextmanager
+def source_folder(folder: Path, rope_config: RopeConfig) -> Iterator[Path]:
+    """A view of a written folder as the checkpoint that it was written from: its files, but the config.json of
+    rope_config.json in place of the written one. It is there within the block; errors of the user speak of `folder`.
+    """
+    with tempfile.TemporaryDirectory(prefix="ropesearch-") as name:
+        view = Path(name)
+        for path in folder.iterdir():
+            if path.name not in ("config.json", schema.FILE_NAME):
+                (view / path.name).symlink_to(path.resolve())
+        (view / "config.json").write_text(json.dumps(rope_config.checkpoint.config))
+        try:
+            yield view
+        except (InputError, BindingError) as error:
+            raise type(error)(str(error).replace(name, str(folder))) from error
 
 
 def own_table(folder: Path, rope_config: RopeConfig, *, trust_remote_code: bool = False) -> OwnTable:
@@ -151,17 +165,6 @@ class _Installed:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "_Installed":
         return self
-
-
-def _regime_for(rope_config: RopeConfig, length_tokens: int | None) -> Regime:
-    if length_tokens is None:
-        return rope_config.regimes[-1]
-    for regime in rope_config.regimes:
-        if length_tokens <= regime.max_length:
-            return regime
-    raise InputError(
-        f"length_tokens: expected at most target_length = {rope_config.target_length} tokens, got {length_tokens}"
-    )
 
 
 def _choice(choices: Any, name: str, value: str) -> Any:

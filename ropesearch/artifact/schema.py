@@ -68,9 +68,9 @@ class RopeConfig:
     """The content of a rope_config.json.
 
     `regimes` have ascending max_length, and the last serves `target_length` tokens. `base_checkpoint` is None when the
-    weights were not fine-tuned. `search` and the rows of `evaluation` are JSON objects; the JSON Schema that ships with
-    the package (rope_config.schema.json) says which keys they must have, and more are welcome. `versions` names
-    software.
+    weights were not fine-tuned; where they were, `training` records how (None in files of a search alone, which lack
+    the key). `search`, `training` and the rows of `evaluation` are JSON objects; the JSON Schema that ships with the
+    package (rope_config.schema.json) says which keys they must have, and more are welcome. `versions` names software.
 
     Raises InputError when made of values that the schema, or the geometry, does not admit.
     """
@@ -83,10 +83,12 @@ class RopeConfig:
     evaluation: Sequence[Mapping[str, Any]]
     versions: Mapping[str, str]
     base_checkpoint: Checkpoint | None = None
+    training: Mapping[str, Any] | None = None
 
     def __post_init__(self) -> None:
         try:
             given = {"search": self.search, "evaluation": self.evaluation, "versions": self.versions}
+            given |= {} if self.training is None else {"training": self.training}
             checkpoints = [each.to_json() for each in (self.checkpoint, self.base_checkpoint) if each is not None]
             text = json.dumps({**given, "checkpoints": checkpoints})
         except (TypeError, ValueError, RecursionError) as error:
@@ -95,6 +97,7 @@ class RopeConfig:
         object.__setattr__(self, "search", plain["search"])
         object.__setattr__(self, "evaluation", plain["evaluation"])
         object.__setattr__(self, "versions", plain["versions"])
+        object.__setattr__(self, "training", plain.get("training"))
         _check_schema(self.to_json(), FILE_NAME)
         self.geometry.ratio(self.target_length)
         for index, regime in enumerate(self.regimes):
@@ -112,16 +115,37 @@ class RopeConfig:
             )
         if len({regime.name for regime in self.regimes}) != len(self.regimes):
             raise InputError(f"$.regimes: expected distinct names, got {[regime.name for regime in self.regimes]}")
+        if self.training is not None and self.base_checkpoint is None:
+            raise InputError("$.base_checkpoint: expected the weights before the training that is recorded, got null")
 
     @property
     def not_portable(self) -> tuple[str, ...]:
-        """What config.json cannot express: "regimes" (more than one), "retained_tokens" (above 0)."""
+        """What plain loaders do not serve as it is meant: "regimes" (more than one), "retained_tokens" (above 0); see
+        `ropesearch.artifact.limits`.
+        """
         reasons = []
         if len(self.regimes) > 1:
             reasons.append("regimes")
         if any(regime.retained_tokens for regime in self.regimes):
             reasons.append("retained_tokens")
         return tuple(reasons)
+
+    def regime_for(self, length_tokens: int) -> Regime:
+        """The regime of a sequence whose final length is `length_tokens`: the first that serves so many.
+
+        Raises InputError for a length below 1 or above target_length.
+        """
+        if isinstance(length_tokens, bool) or not isinstance(length_tokens, int):
+            raise InputError(f"length_tokens: expected a whole number of tokens, got {length_tokens!r}")
+        if length_tokens < 1:
+            raise InputError(f"length_tokens: expected at least 1 token, got {length_tokens}")
+        for regime in self.regimes:
+            if length_tokens <= regime.max_length:
+                return regime
+        raise InputError(
+            f"length_tokens, prompt and answer together: expected at most target_length = {self.target_length} tokens, "
+            f"got {length_tokens}; give less text or ask for a shorter answer, or search for a longer target_length"
+        )
 
     @property
     def fingerprint(self) -> str:
@@ -165,6 +189,7 @@ class RopeConfig:
             "checkpoint": self.checkpoint.to_json(),
             "base_checkpoint": None if self.base_checkpoint is None else self.base_checkpoint.to_json(),
             "search": self.search,
+            **({} if self.training is None else {"training": self.training}),
             "evaluation": self.evaluation,
             "versions": self.versions,
         }
@@ -195,6 +220,7 @@ class RopeConfig:
                 checkpoint=_checkpoint(value["checkpoint"]),
                 base_checkpoint=None if value["base_checkpoint"] is None else _checkpoint(value["base_checkpoint"]),
                 search=value["search"],
+                training=value.get("training"),
                 evaluation=value["evaluation"],
                 versions=value["versions"],
             )

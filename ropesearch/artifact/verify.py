@@ -1,9 +1,11 @@
 """Proving that a folder's weights, table and logits are what its rope_config.json says."""
 
+import copy
+import dataclasses
 import gc
 import json
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,9 +14,8 @@ import numpy as np
 import torch
 import transformers
 
-from ropesearch import seeding
 from ropesearch.artifact.config import VerifyLevel
-from ropesearch.artifact.config_json import older_loaders, regime_config
+from ropesearch.artifact.config_json import described_regimes, regime_config
 from ropesearch.artifact.digest import (
     CONFIG,
     GENERATION_CONFIG,
@@ -23,11 +24,14 @@ from ropesearch.artifact.digest import (
     checkpoint_binding,
 )
 from ropesearch.artifact.folder import Difference, json_differences
+from ropesearch.artifact.limits import loader_limits
 from ropesearch.artifact.load import load, load_unscaled, own_table
+from ropesearch.artifact.logits import greatest_difference, logits_under, plain_load, random_logits
 from ropesearch.artifact.schema import RopeConfig
 from ropesearch.artifact.strict_json import read_json_object
 from ropesearch.errors import BindingError, InputError
-from ropesearch.model.install import installed, rotary_table
+from ropesearch.model.devices import BALANCED
+from ropesearch.model.install import rotary_table
 from ropesearch.model.load import LOAD_ERRORS
 from ropesearch.model.own import OwnTable
 from ropesearch.model.rotary import find_tables, rescaled_tables
@@ -38,14 +42,12 @@ from ropesearch.rope.regime import Regime, inverse_frequencies
 # float32 powers of theta are this close to the float64 ones (relative); the float32 table itself is compared exactly.
 _TABLE_TOLERANCE = 1e-5
 _LOGITS_TOLERANCE = 1e-5
-_NUM_POSITIONS = 64
 _NUM_SHOWN = 10
 # Keys of config.json that change the table and nothing else of the model.
 _TABLE_KEYS = (
     "max_position_embeddings", "original_max_position_embeddings", "rope_config_fingerprint", "rope_parameters",
     "rope_scaling", "rope_theta",
 )  # fmt: skip
-_AUTO_MODEL: Any = transformers.AutoModelForCausalLM
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,8 +84,12 @@ def verify(
       64 positions, in the checkpoint's dtype (absolute tolerance 1e-5, times the greatest logit where that is above 1).
       Lengths above `max_logits_tokens` are left out, and `max_logits_tokens` itself takes their place.
 
-    For a regime that config.json cannot express, table asks that config.json describes the unscaled model, that is the
-    checkpoint's own table, and logits compares what `ropesearch.load` gives instead.
+    Of two regimes, each is held to at the lengths it serves, and the lengths looked at are those around the short one's
+    max_length in place of original_length. transformers multiplies by the long one's attention factor at all lengths:
+    so much is expected of a plain load, and by how much its logits of short inputs thus differ from those of the short
+    regime is a note. For regimes that config.json cannot express, table asks that config.json describes the unscaled
+    model, that is the checkpoint's own table, and logits compares what `ropesearch.load` gives instead. What other
+    loaders make of the folder (`loader_limits`) is noted.
 
     What counts as the same folder: the same tensors (name, dtype, shape, bytes) in other shards or another order, with
     other notes in the headers and the index; rope_config.json, config.json, generation_config.json and
@@ -133,12 +139,13 @@ def check_expressible(folder: Path, geometry: Geometry, target_length: int, *, t
     )
     refusal = f"model type {geometry.model_type!r}: transformers cannot serve a searched table for this family"
     with tempfile.TemporaryDirectory(prefix="ropesearch-") as name:
-        config = regime_config(read_json_object(folder / "config.json"), geometry, probe, target_length)
+        config = regime_config(read_json_object(folder / "config.json"), geometry, probe, probe, target_length)
         (Path(name) / "config.json").write_text(json.dumps(config))
         for path in folder.glob("*.py"):  # code that ships with the checkpoint, used only where that was asked for
             (Path(name) / path.name).symlink_to(path.resolve())
         try:
-            findings = [*_table_findings(Path(name), geometry, probe, target_length, trust_remote_code)]
+            lengths = (geometry.original_length, target_length)
+            findings = [*_table_findings(Path(name), geometry, lambda _: probe, lengths, trust_remote_code)]
         except InputError as error:
             reason = str(error).replace(name, str(folder))
             raise InputError(f"{refusal} ({reason}); a search would be of no use, it is not supported") from error
@@ -199,40 +206,61 @@ def _shown_differences(level: VerifyLevel, differences: Sequence[Difference]) ->
 
 
 def _check_table(folder: Path, rope_config: RopeConfig, differences: Sequence[Difference]) -> Iterator[Finding]:
-    geometry, regime = rope_config.geometry, rope_config.regimes[-1]
+    geometry = rope_config.geometry
     yield from _shown_differences(VerifyLevel.table, [each for each in differences if each.is_position])
     another = _another_model(differences)
     if another is not None:
         message = f"inverse frequencies: not compared, config.json describes another model ({another})"
         yield Finding(level=VerifyLevel.table, ok=False, message=message)
         return
-    in_force = own_table(folder, rope_config) if rope_config.not_portable else regime
+    served = _served_by_transformers(rope_config)
+    threshold = _threshold(rope_config)
+    is_one = len(rope_config.regimes) == 1
+    lengths = sorted({threshold, threshold + (0 if is_one else 1), rope_config.target_length})
     try:
-        yield from [*_table_findings(folder, geometry, in_force, rope_config.target_length)]
+        yield from [*_table_findings(folder, geometry, served or own_table(folder, rope_config), lengths)]
     except InputError as error:
         if not differences:
             raise
         yield Finding(level=VerifyLevel.table, ok=False, message=f"inverse frequencies: not compared: {error}")
         return
-    if rope_config.not_portable:
-        message = (
-            f"config.json cannot express {', '.join(rope_config.not_portable)}: other loaders see the unscaled model, "
-            "ropesearch.load the regime"
-        )
-        yield Finding(level=VerifyLevel.table, ok=True, message=message, is_note=True)
-    elif (limits := older_loaders(geometry)) is not None:
-        yield Finding(level=VerifyLevel.table, ok=True, message=limits, is_note=True)
+    for limit in loader_limits(rope_config):
+        yield Finding(level=VerifyLevel.table, ok=True, message=limit, is_note=True)
+
+
+def _served_by_transformers(rope_config: RopeConfig) -> Callable[[int], Regime] | None:
+    """The regime that a plain load has in force in a pass of so many tokens: the table for that length, the attention
+    factor that transformers has for all. None where config.json describes the unscaled model.
+    """
+    regimes = described_regimes(rope_config.checkpoint.config, rope_config)
+    if regimes is None:
+        return None
+    short, long = regimes
+    shortened = dataclasses.replace(short, attention_factor=long.attention_factor)
+    return lambda length: shortened if length <= short.max_length else long
+
+
+def _threshold(rope_config: RopeConfig) -> int:
+    """The length around which loaders switch tables, or would."""
+    is_one = len(rope_config.regimes) == 1
+    return rope_config.geometry.original_length if is_one else rope_config.regimes[0].max_length
 
 
 def _table_findings(
-    folder: Path, geometry: Geometry, in_force: Regime | OwnTable, target_length: int, trust_remote_code: bool = False
+    folder: Path,
+    geometry: Geometry,
+    in_force: Callable[[int], Regime] | OwnTable,
+    lengths: Sequence[int],
+    trust_remote_code: bool = False,
 ) -> Iterator[Finding]:
-    """The tables that transformers builds from the folder's config.json against those of the regime, or own table."""
-    for built in _built_by_transformers(folder, geometry.original_length, target_length, trust_remote_code):
+    """The tables that transformers builds from the folder's config.json at `lengths` against those of the regime that
+    is in force there, or own table."""
+    for built in _built_by_transformers(folder, lengths, trust_remote_code):
         if isinstance(in_force, OwnTable):
             regime, exact = in_force.regime_at(built.length), in_force.table_at(built.length)[0]
         else:
-            regime, exact = in_force, rotary_table(geometry, in_force)
+            regime = in_force(built.length)
+            exact = rotary_table(geometry, regime)
         layer = (geometry.layer_types or {}).get(built.layer_type)
         if layer is not None and not layer.rescaled:
             plain = layer.rope_theta ** -(np.arange(len(built.table)) / len(built.table))
@@ -279,10 +307,8 @@ class _Built:
     attention_factor: float
 
 
-def _built_by_transformers(
-    folder: Path, original_length: int, target_length: int, trust_remote_code: bool
-) -> Iterator[_Built]:
-    """The tables in force at original_length and target_length; no weights needed."""
+def _built_by_transformers(folder: Path, lengths: Sequence[int], trust_remote_code: bool) -> Iterator[_Built]:
+    """The tables in force in a first pass of each length; no weights needed."""
     try:
         config = transformers.AutoConfig.from_pretrained(
             folder, trust_remote_code=trust_remote_code, local_files_only=True
@@ -296,8 +322,9 @@ def _built_by_transformers(
     rescaled_tables(tables, config.model_type)
     # A table that several modules share is looked at once.
     distinct = {table.layer_type: table for table in tables}
-    for length in (original_length, target_length):
-        for table in distinct.values():
+    for length in lengths:
+        for each in distinct.values():
+            table = dataclasses.replace(each, module=copy.deepcopy(each.module))
             try:
                 table.answer([length - 1])
             except LOAD_ERRORS as error:
@@ -317,65 +344,47 @@ def _check_logits(
     another = _another_model(differences)
     if another is not None:
         raise BindingError(f"{folder}: config.json describes another model than rope_config.json: {another}")
-    original_length, target_length = rope_config.geometry.original_length, rope_config.target_length
-    wanted = sorted({1, original_length - 1, original_length, original_length + 1, target_length})
+    threshold = _threshold(rope_config)
+    wanted = sorted({1, threshold - 1, threshold, threshold + 1, rope_config.target_length} - {0})
     left_out = [length for length in wanted if length > max_logits_tokens]
     lengths = [length for length in wanted if length <= max_logits_tokens]
     if left_out and max_logits_tokens not in lengths:
         lengths.append(max_logits_tokens)
 
+    if device == BALANCED:
+        raise InputError(f"device: logits are compared on one device, got {BALANCED!r}; give one, or leave logits out")
+    served = _served_by_transformers(rope_config)
     loaded = load_unscaled(folder, rope_config, device=device)
     device, attention = loaded.device, loaded.attention
-    with installed(loaded, rope_config.regimes[-1], as_shipped=True):
-        expected = _logits(loaded.model, lengths)
+    expected = logits_under(loaded, served or rope_config.regime_for, lengths)
+    short_lengths = [length for length in lengths if served and served(length) != rope_config.regime_for(length)]
+    as_meant = logits_under(loaded, rope_config.regime_for, short_lengths)
     del loaded
     gc.collect()
-    if rope_config.not_portable:
-        found = _logits(load(folder, device=device)[0], lengths)
+    found: dict[int, torch.Tensor] = {}
+    if served is None:
+        for length in lengths:
+            found |= random_logits(load(folder, device=device, length_tokens=length)[0], [length])
     else:
-        found = _logits(_plain_load(folder, device, attention), lengths)
+        found = random_logits(plain_load(folder, device, attention), lengths)
 
-    for length, reference, logits in zip(lengths, expected, found, strict=True):
-        difference = float((logits - reference).abs().max())
+    for length, reference in expected.items():
+        difference = greatest_difference(found[length], reference)
         tolerance = _LOGITS_TOLERANCE * max(1.0, float(reference.abs().max()))
         message = f"{length} tokens: greatest difference {difference:.3g}, tolerance {tolerance:.3g}"
         yield Finding(level=VerifyLevel.logits, ok=difference <= tolerance, message=message)
+    if as_meant:
+        difference = max(greatest_difference(found[length], as_meant[length]) for length in as_meant)
+        short, long = rope_config.regimes
+        message = (
+            f"up to {short.max_length} tokens the logits above are those of {short.name} with the attention factor "
+            f"{long.attention_factor:g}, which transformers has for all lengths; with its own, "
+            f"{short.attention_factor:g}, they differ by up to {difference:.3g}"
+        )
+        yield Finding(level=VerifyLevel.logits, ok=True, message=message, is_note=True)
     if left_out:
         message = (
             f"left out: {', '.join(str(length) for length in left_out)} tokens, above max_logits_tokens = "
             f"{max_logits_tokens}"
         )
         yield Finding(level=VerifyLevel.logits, ok=True, message=message, is_note=True)
-
-
-def _plain_load(folder: Path, device: str, attention: str) -> Any:
-    try:
-        model = _AUTO_MODEL.from_pretrained(
-            folder,
-            dtype="auto",
-            device_map={"": device},
-            attn_implementation=attention,
-            use_safetensors=True,
-            local_files_only=True,
-        )
-    except LOAD_ERRORS as error:
-        raise InputError(f"{folder}: transformers cannot load the folder: {error}") from error
-    model.eval()
-    return model
-
-
-def _logits(model: Any, lengths: Sequence[int]) -> list[torch.Tensor]:
-    """float32 logits on the CPU, shape (positions, vocabulary), of random tokens of each length."""
-    vocabulary = model.get_input_embeddings().num_embeddings
-    tokens = torch.from_numpy(seeding.stream(0, "verify").integers(vocabulary, size=max(lengths)))
-    result = []
-    for length in lengths:
-        positions = torch.linspace(0, length - 1, min(length, _NUM_POSITIONS), dtype=torch.float64).round().long()
-        with torch.no_grad():
-            answer = model(
-                input_ids=tokens[None, :length].to(model.device),
-                use_cache=False,
-                logits_to_keep=positions.to(model.device),
-            )
-        result.append(answer.logits[0].float().cpu())
-    return result

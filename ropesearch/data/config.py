@@ -1,5 +1,7 @@
-"""What to read texts from, and how many windows to make of them."""
+"""What to read texts from, how many windows to make of them, and how to mix them for training."""
 
+import itertools
+import math
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,6 +12,8 @@ from ropesearch.settings import setting
 SPLITS = ("search", "selection", "held_out")
 TEXT_SUFFIXES = frozenset({".txt", ".md"})
 RECORD_SUFFIXES = frozenset({".jsonl", ".parquet"})
+TRAINING = "training"  # the subfolder of a corpus already split that is trained on
+SHARE_TOLERANCE = 1e-6  # of a sum of shares that were rounded
 CORPUS_KINDS = "a text file, a folder of .txt or .md files, a .jsonl or .parquet file, or a dataset's name"
 
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
@@ -87,3 +91,57 @@ class CorpusConfig:
             "selection": self.num_selection_windows,
             "held_out": self.num_held_out_windows,
         }
+
+
+@dataclass(kw_only=True, slots=True)
+class MixtureConfig:
+    """What fine-tuning reads: how many of its tokens come from documents of which lengths.
+
+    Raises InputError for bounds that do not ascend and shares that are none; `check` says whether they fit together.
+    """
+
+    long_bounds: list[int] = setting(
+        [],
+        "lengths in tokens, ascending, that part the documents longer than original_length into buckets; a document "
+        "of just that length is below",
+    )
+    shares: list[float] = setting(
+        [0.3, 0.7],
+        "what part of the training tokens each bucket gives, 1 together: first documents of at most original_length "
+        "tokens, which train the short regime, then the longer ones, one share for each bucket between the bounds",
+    )
+
+    def __post_init__(self) -> None:
+        bounds = self.long_bounds
+        if any(bound < 1 for bound in bounds) or any(a >= b for a, b in itertools.pairwise(bounds)):
+            raise InputError(f"long_bounds: expected ascending lengths of at least 1 token, got {bounds}")
+        for share in self.shares:
+            if not (math.isfinite(share) and share >= 0):
+                raise InputError(f"shares: expected numbers from 0 on, got {share}")
+
+    def check(self, original_length: int, target_length: int) -> None:
+        """Raise InputError unless these buckets can train two regimes, to original_length and to target_length."""
+        if not 1 < original_length < target_length:
+            raise InputError(
+                f"mixture: expected a target_length above original_length ({original_length}) and that above 1, got "
+                f"{target_length}; without a longer target there is nothing to train"
+            )
+        if self.long_bounds and self.long_bounds[0] <= original_length:
+            raise InputError(
+                f"mixture.long_bounds: expected lengths above original_length ({original_length}), got "
+                f"{self.long_bounds}; the bucket of the short documents is there without being named"
+            )
+        num_buckets = len(self.long_bounds) + 2
+        if len(self.shares) != num_buckets:
+            raise InputError(
+                f"mixture.shares: expected {num_buckets} shares, one for documents of at most original_length tokens "
+                f"and {num_buckets - 1} for the longer ones as long_bounds={self.long_bounds} parts them, got "
+                f"{self.shares}"
+            )
+        if abs(math.fsum(self.shares) - 1.0) > SHARE_TOLERANCE:
+            raise InputError(f"mixture.shares: expected shares that are 1 together, got {self.shares}")
+
+    def bucket_bounds(self, original_length: int) -> list[tuple[int, int | None]]:
+        """For each bucket (above, up_to): it has the documents of more than `above` and at most `up_to` tokens."""
+        bounds = [original_length, *self.long_bounds]
+        return list(zip([0, *bounds], [*bounds, None], strict=True))

@@ -1,7 +1,7 @@
 """Long enough documents for the three splits, no text in two of them."""
 
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Set
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -9,6 +9,7 @@ from ropesearch.data.config import SPLITS, CorpusConfig
 from ropesearch.data.documents import Document, read_documents
 from ropesearch.data.tokens import TokenIds, TokenReader
 from ropesearch.errors import InputError
+from ropesearch.files import sha256_of_json
 from ropesearch.seeding import stream
 
 _SURPLUS_FRACTION = 4  # a quarter more documents than needed are drawn from
@@ -21,6 +22,29 @@ class Beginning:
 
     name: str
     token_ids: TokenIds
+
+
+@dataclass(frozen=True, slots=True)
+class EvaluationTexts:
+    """What must not be trained on: the texts that windows are made of, and copies of them as the splits reckon copies.
+
+    num_tokens: of a window, BOS not counted; this many first characters or tokens in common make a copy.
+    """
+
+    num_tokens: int
+    digests: frozenset[bytes]
+
+    def holds(self, text: str, token_ids: TokenIds) -> bool:
+        """Whether a text, of these tokens (int32, no special ones added; the first num_tokens will do), is one."""
+        contents = [content_digest(text), beginning_digest(text, self.num_tokens)]
+        if len(token_ids) >= self.num_tokens:
+            contents.append(token_ids[: self.num_tokens].tobytes())
+        return any(hashlib.sha256(content).digest() in self.digests for content in contents if content is not None)
+
+    @property
+    def fingerprint(self) -> str:
+        """Hexadecimal SHA-256 of all of it."""
+        return sha256_of_json([self.num_tokens, sorted(digest.hex() for digest in self.digests)])
 
 
 @dataclass(slots=True)
@@ -54,7 +78,21 @@ def split_documents(
         InputError: too few long enough documents; in a corpus already split, a text that stands in two splits; what
             `read_documents` raises.
     """
+    return _split(_Search(tokens, num_tokens, corpus.max_documents), corpus, seed)
+
+
+def evaluation_texts(corpus: CorpusConfig, tokens: TokenReader, num_tokens: int, seed: int) -> EvaluationTexts:
+    """The texts of the documents that `split_documents` gives for the same arguments; of a corpus already split, all
+    texts of its three splits.
+
+    Raises what `split_documents` raises.
+    """
     search = _Search(tokens, num_tokens, corpus.max_documents)
+    names = {each.name for beginnings in _split(search, corpus, seed).values() for each in beginnings}
+    return EvaluationTexts(num_tokens, search.digests(None if corpus.is_split() else names))
+
+
+def _split(search: "_Search", corpus: CorpusConfig, seed: int) -> dict[str, tuple[Beginning, ...]]:
     num_windows = corpus.num_windows()
     if corpus.is_split():
         result = {}
@@ -155,6 +193,10 @@ class _Search:
                 f"expected no text in two splits, got {what} in {other} and {name}; take one of them out of the corpus"
             )
         return other == name
+
+    def digests(self, names: Set[str] | None) -> frozenset[bytes]:
+        """Of the texts with these names, or of all that were met."""
+        return frozenset(digest for digest, (name, _) in self._seen.items() if names is None or name in names)
 
     def check(self, found: _Found, num_needed: int, place: str, purpose: str) -> None:
         """Raises InputError when fewer than `num_needed` documents were found."""

@@ -1,8 +1,9 @@
-"""The first tokens of a text: as few characters tokenised as give exactly these, and each text only once."""
+"""The tokens of a text, or its first ones: as few characters tokenised as give exactly these, each text once."""
 
 import hashlib
 import io
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -22,29 +23,39 @@ _APART_CHARACTERS = 4099  # between two cuts; prime, so that groups counted from
 _SLACK_TOKENS = 64  # between the last token taken and the nearer cut
 
 
-def first_tokens(tokenizer: "PreTrainedTokenizerBase", text: str, num_tokens: int) -> TokenIds:
-    """The first `num_tokens` tokens of `text` (all where there are fewer), int32, without special tokens added.
+def all_tokens(tokenizer: "PreTrainedTokenizerBase", text: str) -> TokenIds:
+    """All tokens of `text`, int32, without special tokens added.
 
     What spells a special token in the text, such as "<s>", is text and is split like it: a document must not be able to
     end or begin a sequence in its middle. Other added tokens are found as usual.
+    """
+    ids: list[int] = tokenizer.encode(text, add_special_tokens=False, split_special_tokens=True, verbose=False)
+    return np.array(ids, dtype=np.int32)
+
+
+def all_tokens_of_each(tokenizer: "PreTrainedTokenizerBase", texts: Sequence[str]) -> list[TokenIds]:
+    """As `all_tokens` of each text, on all cores where the tokenizer can."""
+    options = {"add_special_tokens": False, "split_special_tokens": True, "verbose": False}
+    each: list[list[int]] = tokenizer(list(texts), return_attention_mask=False, **options)["input_ids"]
+    return [np.array(ids, dtype=np.int32) for ids in each]
+
+
+def first_tokens(tokenizer: "PreTrainedTokenizerBase", text: str, num_tokens: int) -> TokenIds:
+    """The first `num_tokens` tokens of `text` (all where there are fewer), as `all_tokens` gives them.
 
     Equal to the beginning of the whole text's tokens: tokens are taken from a prefix only where they end well before
     its cut and a second cut further on gives the same ones; else from ever longer prefixes, in the end from the text.
     """
 
-    def encode(part: str) -> list[int]:
-        ids: list[int] = tokenizer.encode(part, add_special_tokens=False, split_special_tokens=True, verbose=False)
-        return ids
-
     cut = num_tokens * _CHARACTERS_PER_TOKEN + _APART_CHARACTERS
     while cut + _APART_CHARACTERS < len(text):
-        near = encode(text[:cut])
+        near = all_tokens(tokenizer, text[:cut])
         if len(near) >= num_tokens + _SLACK_TOKENS:
-            far = encode(text[: cut + _APART_CHARACTERS])
-            if far[:num_tokens] == near[:num_tokens]:
-                return np.array(near[:num_tokens], dtype=np.int32)
+            far = all_tokens(tokenizer, text[: cut + _APART_CHARACTERS])
+            if np.array_equal(far[:num_tokens], near[:num_tokens]):
+                return near[:num_tokens].copy()
         cut *= 2
-    return np.array(encode(text)[:num_tokens], dtype=np.int32)
+    return all_tokens(tokenizer, text)[:num_tokens].copy()
 
 
 def tokenizer_digest(tokenizer: "PreTrainedTokenizerBase") -> str | None:
@@ -52,7 +63,7 @@ def tokenizer_digest(tokenizer: "PreTrainedTokenizerBase") -> str | None:
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None or not hasattr(backend, "to_str"):
         return None
-    special = {"split_special_tokens": True}  # as `first_tokens` does
+    special = {"split_special_tokens": True}  # as `all_tokens` does
     pipeline = json.loads(backend.to_str())
     pipeline |= {"truncation": None, "padding": None}  # set by each call
     return sha256_of_json([type(tokenizer).__name__, special, pipeline])

@@ -8,9 +8,10 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from ropesearch.data import splits
 from ropesearch.data.config import SPLITS, CorpusConfig
 from ropesearch.data.needles import make_needle
-from ropesearch.data.splits import split_documents
+from ropesearch.data.splits import EvaluationTexts, split_documents
 from ropesearch.data.tokens import TokenIds, TokenReader
 from ropesearch.errors import InputError
 from ropesearch.files import sha256_of_json
@@ -128,8 +129,7 @@ def build_windows(
     Raises:
         InputError: length_tokens below 2; a corpus that cannot be read or has too few long enough documents.
     """
-    if length_tokens < 2:
-        raise InputError(f"length_tokens: expected at least 2, got {length_tokens}")
+    _check_length(length_tokens)
     bos: Any = tokenizer.bos_token_id
     prefix = np.array([] if bos is None else [bos], dtype=np.int32)
     tokens = TokenReader(tokenizer, cache_folder)
@@ -144,6 +144,17 @@ def build_windows(
         )
         for split in SPLITS
     }
+
+
+def evaluation_texts(
+    corpus: CorpusConfig, tokenizer: "PreTrainedTokenizerBase", length_tokens: int, seed: int, cache_folder: Path | None
+) -> EvaluationTexts:
+    """What training must not read: the texts of the windows that `build_windows` makes of the same arguments; of a
+    corpus already split, all texts of its three splits. Raises what `build_windows` raises.
+    """
+    _check_length(length_tokens)
+    num_tokens = length_tokens - int(tokenizer.bos_token_id is not None)
+    return splits.evaluation_texts(corpus, TokenReader(tokenizer, cache_folder), num_tokens, seed)
 
 
 def needle_windows(
@@ -185,3 +196,8 @@ def check_vocabulary(windows: Windows, vocabulary_size: int) -> None:
             f"expected token ids below {vocabulary_size}, the rows of the model's embedding, got {greatest} in the "
             f"{windows.split} windows; the tokenizer belongs to another model"
         )
+
+
+def _check_length(length_tokens: int) -> None:
+    if length_tokens < 2:
+        raise InputError(f"length_tokens: expected at least 2, got {length_tokens}")

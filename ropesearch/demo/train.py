@@ -21,7 +21,15 @@ from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from ropesearch.demo.copying import with_copying_heads
-from ropesearch.demo.corpus import Corpus, load_addresses, load_plays, split
+from ropesearch.demo.corpus import (
+    Corpus,
+    Document,
+    load_addresses,
+    load_plays,
+    parquet_of,
+    split,
+    training_addresses,
+)
 from ropesearch.demo.rows import ANSWER_WEIGHT, COPYING, MIXTURE, ROW_TOKENS, Mixture, RowMaker
 from ropesearch.demo.tokenizer import NUM_SPECIAL, VOCABULARY_TOKENS, train_tokenizer
 from ropesearch.errors import InputError, RopesearchError
@@ -213,8 +221,10 @@ def write_model(out: Path, model: LlamaForCausalLM, tokenizer: PreTrainedTokeniz
     write_json(folder / "tokenizer_config.json", {**settings, "tokenizer_class": "PreTrainedTokenizerFast"})
 
 
-def write_texts(out: Path, corpus: Corpus) -> None:
-    """Write OUT/texts/SPLIT/NAME.txt for the evaluation splits."""
+def write_texts(out: Path, corpus: Corpus, addresses: Sequence[Document]) -> None:
+    """Write OUT/texts/SPLIT/NAME.txt for the evaluation splits, and the other addresses to OUT/texts/training."""
+    shipped = training_addresses(corpus, addresses)
+    write_bytes(out / "texts" / "training" / "addresses.parquet", parquet_of(shipped))
     for name, documents in corpus.evaluation.items():
         for document in documents:
             write_bytes(out / "texts" / name / f"{document.name}.txt", document.text.encode())
@@ -229,8 +239,9 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         if options.seed < 0:
             raise InputError(f"expected --seed >= 0, got {options.seed}: give a whole number from 0 on")
-        corpus = split(load_addresses(), load_plays(), options.seed)
-        write_texts(options.out, corpus)
+        addresses = load_addresses()
+        corpus = split(addresses, load_plays(), options.seed)
+        write_texts(options.out, corpus, addresses)
         write_model(options.out, *train(corpus, options.out, options.seed))
     except RopesearchError as error:
         print(f"error: {error}", file=sys.stderr)

@@ -34,7 +34,9 @@ class SlurmConfig(LauncherConfig):
     account: str | None = setting(None, "account that is charged; null for the user's default")
     qos: str | None = setting(None, "quality of service; null for the default")
     constraint: str | None = setting(None, "features that the nodes must have")
-    gres: str | None = setting(None, "generic resources of each worker, such as gpu:1")
+    gres: str | None = setting(
+        None, "generic resources of each worker, such as gpu:1; gpu:4 with model.device=balanced"
+    )
     num_cpus: int = setting(1, "CPUs of each worker")
     memory_gigabytes: float | None = setting(None, "memory of each worker; null for the cluster's default")
 

@@ -72,7 +72,7 @@ class RecordedRows:
             single = isinstance(output, torch.Tensor)
             leaves = [rows.detach().clone().requires_grad_() for rows in ([output] if single else output)]
             # Of models with positions of several axes, text has the same on each.
-            positions = position_ids.reshape(-1)[-leaves[0].shape[-2] :]
+            positions = position_ids.reshape(-1)[-leaves[0].shape[-2] :].to(leaves[0].device)
             self._calls.append(_Call(positions, leaves, table.inv_freq, layout))
             return leaves[0] if single else tuple(leaves)
 

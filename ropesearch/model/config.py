@@ -32,7 +32,8 @@ class ModelConfig:
     dtype: DType = setting(DType.auto, "type that weights are held in")
     device: str = setting(
         "auto",
-        "torch device such as 'cpu' or 'cuda:0'; 'auto': the first GPU if there is one, else the CPU",
+        "torch device such as 'cpu' or 'cuda:0'; 'auto': the first GPU if there is one, else the CPU; 'balanced': one "
+        "model's layers spread over all GPUs that the process sees, which take turns",
     )
     attention: Attention = setting(Attention.sdpa, "attention implementation")
     trust_remote_code: bool = setting(False, "run Python code that ships with the checkpoint")

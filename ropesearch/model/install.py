@@ -118,7 +118,7 @@ def prove_installable(loaded: LoadedModel) -> None:
     embeddings: Any = loaded.model.get_input_embeddings()
     # Any tokens do, as long as neighbours differ.
     vocabulary_tokens = embeddings.weight.shape[0]
-    probe = torch.arange(0, 7 * _NUM_CANARY_TOKENS, 7, device=loaded.model.device)[None] % vocabulary_tokens
+    probe = torch.arange(0, 7 * _NUM_CANARY_TOKENS, 7, device=embeddings.weight.device)[None] % vocabulary_tokens
 
     def logits() -> torch.Tensor:
         try:
@@ -216,10 +216,10 @@ def _keep_first_rows(installations: Sequence[_Installation], retained_tokens: in
 
 
 def _kept(position_ids: torch.Tensor, retained_tokens: int, rows: torch.Tensor) -> torch.Tensor:
-    """Which rows are retained, broadcastable to `rows`. Text in models with positions of several axes has the same
-    position on every axis.
+    """Which rows are retained, broadcastable to `rows` and where these are: of a spread model, another device. Text in
+    models with positions of several axes has the same position on every axis.
     """
-    kept = (position_ids < retained_tokens)[..., None]
+    kept = (position_ids < retained_tokens).to(rows.device)[..., None]
     while kept.ndim > rows.ndim:
         kept = kept[0]
     return kept

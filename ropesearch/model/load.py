@@ -12,9 +12,10 @@ from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from ropesearch.errors import InputError
+from ropesearch.errors import InputError, in_one_line
 from ropesearch.model.checkpoint import check_tokenizer_files, check_weight_files, find_checkpoint, read_json
 from ropesearch.model.config import Attention, ModelConfig
+from ropesearch.model.devices import check_placed, device_arguments, devices_of, in_words
 from ropesearch.model.own import (
     OwnTable,
     check_original_length,
@@ -46,8 +47,8 @@ LOAD_ERRORS = (
 class LoadedModel:
     """A model ready to score: in eval mode, without gradients, with the table its checkpoint describes in force.
 
-    `own` is that table. `folder` is the local checkpoint folder; `dtype`, `attention` and `device` say how it was
-    really loaded.
+    `own` is that table. `folder` is the local checkpoint folder; `dtype`, `attention` and `device` (several, separated
+    by commas, where the model is spread) say how it was really loaded.
     """
 
     model: PreTrainedModel
@@ -73,12 +74,12 @@ def load_model(config: ModelConfig) -> LoadedModel:
     own = read_own(folder, geometry, trust_remote_code=config.trust_remote_code)
     check_weight_files(folder)
     tokenizer = _read_tokenizer(folder, config.trust_remote_code)
-    device = _device(config.device)
+    device = device_arguments(config.device)
     try:
         answer: Any = transformers.AutoModelForCausalLM.from_pretrained(
             folder,
             dtype=config.dtype.value,
-            device_map={"": device},
+            **device,
             # Left to itself, transformers takes sdpa, and eager where an architecture has no sdpa.
             attn_implementation=None if config.attention is Attention.sdpa else config.attention.value,
             use_safetensors=True,
@@ -88,8 +89,11 @@ def load_model(config: ModelConfig) -> LoadedModel:
             output_loading_info=True,
         )
     except LOAD_ERRORS as error:
-        raise InputError(f"{folder}: the {geometry.model_type} model could not be loaded: {_reason(error)}") from error
+        raise InputError(
+            f"{folder}: the {geometry.model_type} model could not be loaded: {in_one_line(error)}"
+        ) from error
     model, loading_info = answer
+    check_placed(model, config.device)
     _check_weights(model, loading_info, folder)
     own.check(find_tables(model, geometry.model_type))
     model.eval().requires_grad_(False)
@@ -102,7 +106,7 @@ def load_model(config: ModelConfig) -> LoadedModel:
         folder=folder,
         dtype=str(model.dtype).removeprefix("torch."),
         attention=str(model.config._attn_implementation),
-        device=str(device),
+        device=in_words(devices_of(model)),
     )
 
 
@@ -189,7 +193,7 @@ def _read_config(folder: Path, trust_remote_code: bool) -> tuple[dict[str, Any],
         )
     except LOAD_ERRORS as error:
         raise InputError(
-            f"{folder}: config.json (model type {model_type!r}) is not usable: {_reason(error)}"
+            f"{folder}: config.json (model type {model_type!r}) is not usable: {in_one_line(error)}"
         ) from error
     return raw, config
 
@@ -242,24 +246,8 @@ def _read_tokenizer(folder: Path, trust_remote_code: bool) -> PreTrainedTokenize
         )
         tokenizer.encode("a text", add_special_tokens=False)  # some values are only met when it is used
     except Exception as error:  # the tokenizers library raises plain Exception for a file that it cannot use
-        raise InputError(f"{folder}: the tokenizer could not be loaded: {_reason(error)}") from error
+        raise InputError(f"{folder}: the tokenizer could not be loaded: {in_one_line(error)}") from error
     return tokenizer
-
-
-def _device(name: str) -> torch.device:
-    if name == "auto":
-        return torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
-    try:
-        device = torch.device(name)
-        torch.empty(1, device=device)
-    # torch built without CUDA says so with an AssertionError.
-    except (RuntimeError, AssertionError, NotImplementedError) as error:
-        raise InputError(
-            f"model.device: {name!r} is not available here ({_reason(error)}); give another device, or auto"
-        ) from error
-    if device.type == "meta":
-        raise InputError("model.device: expected a device that holds data, got 'meta'")
-    return device
 
 
 def _check_weights(model: PreTrainedModel, loading_info: dict[str, Any], folder: Path) -> None:
@@ -286,6 +274,7 @@ def _own_weights(model: PreTrainedModel) -> None:
             tensor.data = tensor.data.clone()
 
 
-def _reason(error: BaseException) -> str:
-    text = " ".join(str(error).split())
-    return f"{type(error).__name__}: {text[:300]}" if text else type(error).__name__
+def quiet_transformers() -> None:
+    """Progress bars and warnings of transformers would tear this program's own progress display."""
+    transformers.utils.logging.disable_progress_bar()
+    transformers.utils.logging.set_verbosity_error()

@@ -176,7 +176,8 @@ class OwnTable:
             lengths += [switch, switch + 1, 2 * switch]
         for length in lengths:
             # A dynamic module remembers the longest sequence that it has seen.
-            built = dataclasses.replace(table, module=copy.deepcopy(table.module))
+            hook = getattr(table.module, "_hf_hook", None)  # accelerate's, which holds weights of the whole model
+            built = dataclasses.replace(table, module=copy.deepcopy(table.module, {id(hook): hook}))
             positions = np.array(sorted({0, length // 2, length - 1}))
             try:
                 answer = built.answer(positions)

@@ -198,7 +198,7 @@ def rescaled_tables(tables: Sequence[RotaryTable], model_type: str) -> tuple[Rot
         if (
             type(table.module) is not type(first.module)
             or getattr(table.module, "config", None) is not getattr(first.module, "config", None)
-            or not torch.equal(table.inv_freq, first.inv_freq)
+            or not torch.equal(table.inv_freq.to(first.inv_freq.device), first.inv_freq)
         ):
             raise InputError(
                 f"model type {model_type!r}: expected one rotary table to rescale, got several that differ or serve "

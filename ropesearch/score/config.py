@@ -20,6 +20,11 @@ class ScoringConfig:
         "tokens of a window that go through the model at once, with a key-value cache; none: the whole "
         "window. When memory runs out, smaller pieces are tried",
     )
+    offload_cache: bool = setting(
+        False,
+        "whether the key-value cache of a window in chunks lies in the CPU's memory, one layer's at a time on the "
+        "device; the scores are the same",
+    )
     num_blocks: int = setting(8, "number of equal position blocks that a window's nats and tokens are kept in")
     lengths: list[int] = setting(
         [],
@@ -90,6 +95,11 @@ class ScoringConfig:
             )
         if self.chunk_tokens is not None and self.chunk_tokens < 1:
             raise InputError(f"objective.chunk_tokens: expected at least 1 token, got {self.chunk_tokens}")
+        if self.offload_cache and self.chunk_tokens is None:
+            raise InputError(
+                "objective.offload_cache: expected objective.chunk_tokens with it, as a window in one piece has no "
+                "cache; give that too, or leave it out"
+            )
         if self.last_tokens is not None and not 1 <= self.last_tokens < length_tokens:
             raise InputError(
                 f"objective.last_tokens: expected from 1 to {length_tokens - 1} (windows have {length_tokens} tokens "

@@ -18,7 +18,7 @@ _OUT_OF_MEMORY_TEXTS = ("out of memory", "not enough memory", "can't allocate me
 
 def hidden_states_of(model: Any, token_ids: torch.Tensor, cache: Any) -> torch.Tensor:
     """The base model's last hidden states, shape (num_tokens, hidden), of tokens that follow those in `cache`."""
-    base = _base(model)
+    base = base_of(model)
     input_ids = on_input_device(model, token_ids)
     if cache is None:
         output = base(input_ids=input_ids, use_cache=False)
@@ -51,12 +51,6 @@ def vocabulary_tokens(model: Any) -> int:
     return int(model.get_input_embeddings().num_embeddings)
 
 
-def new_cache(model: Any) -> Any:
-    from transformers import DynamicCache
-
-    return DynamicCache(config=model.config)
-
-
 def num_head_rows(model: Any, device: torch.device) -> tuple[int, int]:
     """How many hidden states the output head should be given at once, and of how many of these the loss be taken."""
     row_bytes = 4 * vocabulary_tokens(model)
@@ -72,7 +66,7 @@ def is_out_of_memory(error: Exception) -> bool:
     return isinstance(error, MemoryError) or any(known in text for known in _OUT_OF_MEMORY_TEXTS)
 
 
-def _base(model: Any) -> Any:
+def base_of(model: Any) -> Any:
     """The decoder without its head; Llama 4's base_model is the whole model."""
     return getattr(model, "model", model) if model.base_model is model else model.base_model
 

@@ -40,7 +40,7 @@ def window_gradient(
     """
     ids = torch.from_numpy(token_ids.astype(np.int64))
     try:
-        with torch.enable_grad(), _recomputed(loaded.model), recorded_rows(loaded, retained_tokens) as recorded:
+        with torch.enable_grad(), recomputed(loaded.model), recorded_rows(loaded, retained_tokens) as recorded:
             hidden_states = hidden_states_of(loaded.model, ids, None)
             nats, by_hidden_states = _head(loaded.model, hidden_states.detach(), ids, weights)
             hidden_states.backward(by_hidden_states)
@@ -77,18 +77,22 @@ def _head(
 
 
 @contextlib.contextmanager
-def _recomputed(model: Any) -> Iterator[None]:
+def recomputed(model: Any) -> Iterator[None]:
     """Within the block the model's layers keep their inputs alone for the backward pass, in evaluation mode too."""
     with contextlib.ExitStack() as stack:
         for module in model.modules():
-            if isinstance(module, GradientCheckpointingLayer) and "forward" not in vars(module):
+            if isinstance(module, GradientCheckpointingLayer):
+                hooked = vars(module).get("forward")  # of a spread model, with what moves the layer's input
+                if hooked is None:
+                    stack.callback(delattr, module, "forward")
+                else:
+                    stack.callback(setattr, module, "forward", hooked)
                 module.forward = _checkpointed(module.forward)
-                stack.callback(delattr, module, "forward")
         yield
 
 
 def _checkpointed(forward: Any) -> Any:
     def again(*args: Any, **keywords: Any) -> Any:
-        return checkpoint(forward, *args, use_reentrant=False, preserve_rng_state=False, **keywords)
+        return checkpoint(forward, *args, use_reentrant=False, **keywords)
 
     return again

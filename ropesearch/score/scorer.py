@@ -19,12 +19,12 @@ from torch.nn.functional import cross_entropy
 from ropesearch.data.windows import check_vocabulary
 from ropesearch.errors import InputError, ScoringError
 from ropesearch.model.config import ModelConfig
+from ropesearch.score.cache import new_cache
 from ropesearch.score.config import ScoringConfig
 from ropesearch.score.forward import (
     hidden_states_of,
     is_out_of_memory,
     logits_of,
-    new_cache,
     num_head_rows,
     on_input_device,
     vocabulary_tokens,
@@ -80,7 +80,9 @@ def score_windows(
         scored = _scored_positions(length_tokens, [(answer_start, length_tokens)] if answer_start else spans)
         first_scored = int(np.argmax(scored))
         token_ids = torch.from_numpy(windows.token_ids[index, : len(scored)].astype(np.int64))
-        outcome, chunk_tokens = _in_memory(loaded.model, token_ids, first_scored, chunk_tokens, bool(answer_start))
+        outcome, chunk_tokens = _in_memory(
+            loaded.model, token_ids, first_scored, chunk_tokens, config.offload_cache, bool(answer_start)
+        )
         _check_finite(outcome.nats, index, windows.documents[index], first_scored, edges)
         position_nats = np.concatenate([np.zeros(first_scored), outcome.nats])
         for place, block in enumerate(blocks):
@@ -129,7 +131,7 @@ def scoring_identity(
     }
 
 
-def prove_scorer(loaded: "LoadedModel") -> None:
+def prove_scorer(loaded: "LoadedModel", offload_cache: bool = False) -> None:
     """Raise InputError unless this module's way to the logits gives the model's own, whole and chunked, on a probe.
 
     Models may scale or cap logits after the output head. What the config says of it is followed (`logits_scaling`,
@@ -141,7 +143,7 @@ def prove_scorer(loaded: "LoadedModel") -> None:
     token_ids = (torch.arange(_NUM_PROBE_TOKENS) * 7919 + 1) % vocabulary_tokens(model)
     with torch.inference_mode():
         expected = model(input_ids=on_input_device(model, token_ids), use_cache=False).logits[0]
-        own = logits_of(model, hidden_states_of(model, token_ids, None))
+        own = logits_of(model, hidden_states_of(model, token_ids, None)).to(expected.device)
         if own.shape != expected.shape:
             raise InputError(
                 f"model: expected logits of shape {tuple(expected.shape)} from the output head of {name}, got "
@@ -154,10 +156,10 @@ def prove_scorer(loaded: "LoadedModel") -> None:
                 f"model: expected the output head of {name} to give its logits, but they differ by {difference:.3g}: "
                 "the model changes its logits afterwards in a way that is not followed here; it is not supported"
             )
-        cache = new_cache(model)
+        cache = new_cache(model, offload_cache)
         halves = token_ids[: _NUM_PROBE_TOKENS // 2], token_ids[_NUM_PROBE_TOKENS // 2 :]
         pieces = [logits_of(model, hidden_states_of(model, half, cache)) for half in halves]
-        difference = float((torch.cat(pieces).float() - expected.float()).abs().max())
+        difference = float((torch.cat(pieces).to(expected.device).float() - expected.float()).abs().max())
         # Other shapes, other order of sums, through all layers: far above rounding, far below a wrong position or mask.
         tolerance = 1e4 * torch.finfo(torch.float32).eps if expected.dtype == torch.float32 else 0.1
         if not difference <= tolerance * float(expected.abs().max()):
@@ -176,12 +178,12 @@ class _Outcome(NamedTuple):
 
 
 def _in_memory(
-    model: Any, token_ids: torch.Tensor, first_scored: int, chunk_tokens: int, with_choices: bool
+    model: Any, token_ids: torch.Tensor, first_scored: int, chunk_tokens: int, offload_cache: bool, with_choices: bool
 ) -> tuple[_Outcome, int]:
     """The outcome of one window and the chunk it was computed with: `chunk_tokens`, or less where memory runs out."""
     tried = []
     while True:
-        outcome, problem = _attempt(model, token_ids, first_scored, chunk_tokens, with_choices)
+        outcome, problem = _attempt(model, token_ids, first_scored, chunk_tokens, offload_cache, with_choices)
         if outcome is not None:
             return outcome, chunk_tokens
         tried.append(chunk_tokens)
@@ -194,11 +196,11 @@ def _in_memory(
 
 
 def _attempt(
-    model: Any, token_ids: torch.Tensor, first_scored: int, chunk_tokens: int, with_choices: bool
+    model: Any, token_ids: torch.Tensor, first_scored: int, chunk_tokens: int, offload_cache: bool, with_choices: bool
 ) -> tuple[_Outcome | None, str]:
     # A function of its own: when it returns, the failed attempt's tensors are no longer held by the exception.
     try:
-        return _window_outcome(model, token_ids, first_scored, chunk_tokens, with_choices), ""
+        return _window_outcome(model, token_ids, first_scored, chunk_tokens, offload_cache, with_choices), ""
     except (RuntimeError, MemoryError) as error:
         if not is_out_of_memory(error):
             raise
@@ -206,11 +208,11 @@ def _attempt(
 
 
 def _window_outcome(
-    model: Any, token_ids: torch.Tensor, first_scored: int, chunk_tokens: int, with_choices: bool
+    model: Any, token_ids: torch.Tensor, first_scored: int, chunk_tokens: int, offload_cache: bool, with_choices: bool
 ) -> _Outcome:
     """What comes of the tokens at first_scored .. length - 1 of one window, from int64 token ids of shape (length,)."""
     num_tokens = len(token_ids)
-    cache = new_cache(model) if chunk_tokens < num_tokens else None
+    cache = new_cache(model, offload_cache) if chunk_tokens < num_tokens else None
     pieces, chosen = [], []
     with torch.inference_mode():
         # The last token, which predicts nothing here, goes through the model all the same: products in low precision

@@ -187,13 +187,20 @@ def working(run_folder: Path, lease_seconds: float, device: str = "") -> Iterato
 
 
 def read_signs(run_folder: Path) -> list[dict[str, Any]]:
-    """The last sign of every worker that the run has had, those that began first coming first."""
+    """The last sign of every worker that the run has had, those that began first coming first; `silent_seconds` in each
+    is how long ago it was given, by this machine's clock.
+    """
     signs = []
     with contextlib.suppress(OSError):
-        for path in (run_folder / WORKERS).glob("*.json"):
-            with contextlib.suppress(OSError):
-                signs.append(_parsed(path.read_bytes()))
-    return sorted((sign for sign in signs if "worker" in sign), key=lambda sign: (sign["began"], sign["worker"]))
+        for path in (run_folder / WORKERS).glob("[!.]*.json"):
+            with contextlib.suppress(OSError), path.open("rb") as file:
+                sign = _parsed(file.read())
+                written = os.fstat(file.fileno()).st_mtime
+                # The file server's clock may be ahead.
+                signs.append({**sign, "silent_seconds": max(0.0, time.time() - written)})
+    return sorted(
+        (sign for sign in signs if "worker" in sign), key=lambda sign: (str(sign.get("began")), str(sign["worker"]))
+    )
 
 
 def _parsed(content: bytes | None) -> dict[str, Any]:

@@ -4,11 +4,8 @@ What is counted comes from the study alone. What workers last said of themselves
 tells which of them still live, and so which unfinished trials wait for another worker.
 """
 
-import contextlib
 import json
 import math
-import os
-import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -20,6 +17,7 @@ from optuna.trial import FrozenTrial, TrialState
 from ropesearch.errors import InputError
 from ropesearch.run_folder import LAUNCHER_FOLDER
 from ropesearch.search.budget import spent_seconds, spent_tokens
+from ropesearch.search.presence import read_signs
 from ropesearch.search.storage import JOURNAL_NAME, WHERE_NAME, open_for_reading
 from ropesearch.search.trials import (
     COST,
@@ -135,7 +133,7 @@ def read_status(run_folder: Path) -> SearchStatus:
     Raises InputError for a folder that holds no search, and for a study that is damaged, as the search does.
     """
     config = _config(run_folder)
-    workers = _read_signs(run_folder, config)
+    workers = _workers(run_folder, config)
     study = _read_study(run_folder)
     trials = [] if study is None else study
     scored = ranked(trials)
@@ -194,28 +192,18 @@ def _read_study(run_folder: Path) -> list[FrozenTrial] | None:
     return list(storage.get_all_trials(study, deepcopy=False))
 
 
-def _read_signs(run_folder: Path, config: Mapping[str, Any]) -> list[WorkerSign]:
+def _workers(run_folder: Path, config: Mapping[str, Any]) -> list[WorkerSign]:
     """The last signs of all workers, those at work first, then by when they began."""
     lease_seconds = config.get("worker", {}).get("lease_seconds", _LEASE_SECONDS)
-    signs = []
-    with contextlib.suppress(FileNotFoundError), os.scandir(run_folder / "workers") as entries:
-        for entry in entries:
-            if entry.name.endswith(".json") and not entry.name.startswith("."):
-                with contextlib.suppress(FileNotFoundError):  # removed meanwhile
-                    signs.append(_sign(Path(entry.path), lease_seconds))
+    signs = [_sign(sign, lease_seconds) for sign in read_signs(run_folder)]
     order = {"working": 0, "silent": 1, "ended": 2}
-    known = [sign for sign in signs if sign is not None]
-    return sorted(known, key=lambda sign: (order[sign.state], sign.began or "", sign.worker))
+    return sorted((sign for sign in signs if sign is not None), key=lambda sign: order[sign.state])
 
 
-def _sign(path: Path, lease_seconds: float) -> WorkerSign | None:
-    """What a worker's file says; None where it is not one."""
-    with path.open("rb") as file:
-        content = file.read()
-        written = os.fstat(file.fileno()).st_mtime
-    silent_seconds = max(0.0, time.time() - written)  # the file server's clock may be ahead
+def _sign(value: Mapping[str, Any], lease_seconds: float) -> WorkerSign | None:
+    """What a worker's file says; None where it says something else."""
+    silent_seconds: float = value["silent_seconds"]
     try:
-        value = json.loads(content)
         ended = value["state"] == "ended"
         is_silent = silent_seconds > float(value.get("lease_seconds", lease_seconds))
         return WorkerSign(
@@ -230,7 +218,7 @@ def _sign(path: Path, lease_seconds: float) -> WorkerSign | None:
             began=value.get("began"),
             silent_seconds=silent_seconds,
         )
-    except (ValueError, KeyError, TypeError, AttributeError):
+    except (ValueError, KeyError, TypeError):
         return None
 
 

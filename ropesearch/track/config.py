@@ -1,4 +1,4 @@
-"""Where a search is tracked besides its run folder. Standard library only."""
+"""Where a search or a fine-tuning is tracked besides its run folder. Standard library only."""
 
 import configparser
 import importlib.metadata
@@ -29,7 +29,7 @@ class TrackMode(Enum):
 
 @dataclass(kw_only=True)
 class TrackConfig:
-    """Base of the ways to track a search."""
+    """Base of the ways to track a job."""
 
     def check(self) -> None:
         """Raise InputError where it cannot be tracked like this."""

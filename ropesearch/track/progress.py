@@ -17,10 +17,12 @@ class ProgressDisplay:
     Without a terminal it prints a line at the start and end of each phase and at most every 30 seconds between.
     """
 
-    def __init__(self) -> None:
-        console = Console(file=sys.stderr, force_terminal=sys.stderr.isatty())
+    def __init__(self, *, quiet: bool = False) -> None:
+        """quiet: show nothing, for all but one of several processes that do the same."""
+        self._quiet = quiet
+        console = Console(file=sys.stderr, force_terminal=sys.stderr.isatty() and not quiet)
         self._bar: Progress | None = None
-        if console.is_interactive:
+        if console.is_interactive and not quiet:
             self._bar = Progress(
                 TextColumn("{task.description}", markup=False),
                 BarColumn(),
@@ -79,5 +81,7 @@ class ProgressDisplay:
         return f"{seconds:.0f} s left"
 
     def _line(self, *parts: str) -> None:
+        if self._quiet:
+            return
         with contextlib.suppress(OSError):  # a reader that went away, or a full disk: the work goes on unseen
             print("  ".join(part for part in parts if part), file=sys.stderr, flush=True)

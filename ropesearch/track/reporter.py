@@ -1,8 +1,8 @@
 """The process that writes one run of Weights & Biases: JSON lines on its input, the run folder its working folder.
 
 All of `wandb` happens here, so that whatever becomes of it (a server that hangs, a crash of its core) cannot reach the
-search. The first message says which run it is; then come trials, the result, and how it ended. An input that ends
-without that word is the death of the search. On its output stands the reason when it gave up, and nothing otherwise.
+job. The first message says which run it is; then come trials or steps, the result, and how it ended. An input that
+ends without that word is the death of the job. On its output stands the reason when it gave up, and nothing otherwise.
 """
 
 import io
@@ -27,7 +27,7 @@ from ropesearch.track.plots import factors_figure, png, positions_figure
 from ropesearch.track.weights_and_biases import without_folders
 
 _SEARCHED = "searched"
-# What a run gets when the search that it belongs to was killed, and how long it may then take to end.
+# What a run gets when the job that it belongs to was killed, and how long it may then take to end.
 _KILLED = 1
 _KILLED_SECONDS = 15.0
 _GRACE_SECONDS = 5.0
@@ -58,9 +58,7 @@ class _Writer:
     def __init__(self, run: Any, begin: Mapping[str, Any], logged: set[int]) -> None:
         self._run = run
         self._logged = logged
-        self._is_study = begin["is_study"]
-        self._target_length = begin["target_length"]
-        self._geometry = _geometry(begin["geometry"])
+        self._begin = begin
         self._trials: list[Mapping[str, Any]] = []
         self._baselines: dict[str, Mapping[str, Any]] = {}
         self._best: Mapping[str, Any] | None = None
@@ -69,7 +67,7 @@ class _Writer:
         self._is_last = False
 
     def trial(self, message: Mapping[str, Any]) -> None:
-        """Log a finished trial, unless an earlier process of the run has."""
+        """Log a finished trial."""
         row = message["trial"]
         self._is_last = False
         self._trials.append(row)
@@ -79,10 +77,14 @@ class _Writer:
             self._best = row
         if message["is_best_candidate"] or row["method"] != _SEARCHED:
             self._is_pictured = False
-        if row["trial"] not in self._logged:
-            blocks = ("block_edges", "block_nats", "block_tokens")
-            values = {key: value for key, value in row.items() if key not in blocks}
-            self._run.log(_finite({**values, **message["so_far"]}))
+        blocks = ("block_edges", "block_nats", "block_tokens")
+        values = {key: value for key, value in row.items() if key not in blocks}
+        self.row({**values, **message["so_far"]})
+
+    def row(self, values: Mapping[str, Any]) -> None:
+        """Log what belongs to one trial or step, unless an earlier process of the run has."""
+        if values[self._begin["counter"]] not in self._logged:
+            self._run.log(_finite(values))
 
     def picture(self, *, last: bool = False) -> None:
         """Log what is out of date of the study: its pictures, and its table when it has grown by much, or for the
@@ -90,8 +92,9 @@ class _Writer:
         """
         import wandb
 
-        if not self._is_study or not self._trials or self._is_last:
+        if self._begin["job_type"] != "study" or not self._trials or self._is_last:
             return
+        geometry, target_length = _geometry(self._begin["geometry"]), self._begin["target_length"]
         values: dict[str, Any] = {}
         num_in_table = self._num_in_table
         if len(self._trials) > (num_in_table if last else num_in_table * _TABLE_GROWTH):
@@ -100,8 +103,8 @@ class _Writer:
             values["trials"] = wandb.Table(columns=list(_TABLE), data=rows)
         if last or not self._is_pictured:
             shown = {**self._baselines, **({_SEARCHED: self._best} if self._best else {})}
-            regimes = {name: _regime(row, self._target_length) for name, row in shown.items() if row["factors"]}
-            values["factors_plot"] = _image(factors_figure(self._geometry, self._target_length, regimes))
+            regimes = {name: _regime(row, target_length) for name, row in shown.items() if row["factors"]}
+            values["factors_plot"] = _image(factors_figure(geometry, target_length, regimes))
             by_position = {name: _by_position(row) for name, row in shown.items() if row["block_nats"]}
             if by_position:
                 values["loss_by_position_plot"] = _image(positions_figure(by_position))
@@ -113,7 +116,7 @@ class _Writer:
         self._num_in_table, self._is_pictured, self._is_last = num_in_table, True, last
 
     def result(self, message: Mapping[str, Any]) -> None:
-        """Log what the search came to, and its file as an artifact."""
+        """Log what the job came to, and its file as an artifact."""
         import wandb
 
         self._run.summary.update(_finite(message["summary"]))
@@ -131,7 +134,7 @@ def main() -> None:
     failure: Exception | None
     try:
         failure = _report(messages)
-    except Exception as error:  # of any kind: what it says is all that the search may learn of it
+    except Exception as error:  # of any kind: what it says is all that the job may learn of it
         failure = error
     if failure is not None:
         said = " ".join(without_folders(f"{type(failure).__name__}: {failure}").split())
@@ -150,13 +153,15 @@ def _report(messages: int) -> Exception | None:
         for message in batch:
             if message["kind"] == "trial":
                 writer.trial(message)
+            elif message["kind"] == "step":
+                writer.row(message["values"])
             elif message["kind"] == "result":
                 result = message
             else:
                 exit_code, seconds = message["exit_code"], message["seconds"]
         if not select.select([messages], [], [], 0)[0]:  # nothing is waiting to be logged
             _attempted(writer.picture)  # what fails is drawn anew with the next trials
-    # The search kills what is late, but it may be gone; the group is that of a session of its own.
+    # The job kills what is late, but it may be gone; the group is that of a session of its own.
     watchdog = threading.Timer(seconds + _GRACE_SECONDS, os.killpg, (0, signal.SIGKILL))
     watchdog.daemon = True
     watchdog.start()
@@ -177,7 +182,7 @@ def _attempted(what: Callable[[], None]) -> Exception | None:
 
 
 def _started(begin: Mapping[str, Any]) -> tuple[Any, set[int]]:
-    """The run, begun or gone on with, and the trials that it holds already."""
+    """The run, begun or gone on with, and the numbers of the trials or steps that it holds already."""
     import wandb
 
     settings = wandb.Settings(
@@ -200,28 +205,29 @@ def _started(begin: Mapping[str, Any]) -> tuple[Any, set[int]]:
         x_graphql_retry_wait_min_seconds=0.5,
         x_graphql_retry_wait_max_seconds=2.0,
     )
-    in_files = begin["is_study"] and not begin["online"]
-    logged = _in_files(begin["id"]) if in_files else set()
+    counter = begin["counter"]
+    is_caught_up = begin["job_type"] != "worker"  # else only what is new is told
+    logged = _in_files(begin["id"], counter) if is_caught_up and not begin["online"] else set()
     run = wandb.init(
         project=begin["project"],
         id=begin["id"],
         name=begin["name"],
         group=begin["group"],
-        job_type="study" if begin["is_study"] else "worker",
+        job_type=begin["job_type"],
         mode="online" if begin["online"] else "offline",
         resume="allow",
         config=begin["config"],
         settings=settings,
     )
-    run.define_metric("trial")
-    run.define_metric("*", step_metric="trial", step_sync=False)
-    if begin["online"] and begin["is_study"]:
-        logged = set(range(int(run.summary.get("trial", -1)) + 1))  # trials are logged in order
+    run.define_metric(counter)
+    run.define_metric("*", step_metric=counter, step_sync=False)
+    if is_caught_up and begin["online"]:
+        logged = set(range(int(run.summary.get(counter, -1)) + 1))  # they are logged in order
     return run, logged
 
 
-def _in_files(run_id: str) -> set[int]:
-    """The trials that the files of a run's earlier processes hold. Without a server nobody else knows.
+def _in_files(run_id: str, counter: str) -> set[int]:
+    """The trials or steps that the files of a run's earlier processes hold. Without a server nobody else knows.
 
     What was cut short or damaged counts as far as it can be read: no more of it can be uploaded.
     """
@@ -231,8 +237,8 @@ def _in_files(run_id: str) -> set[int]:
         done = subprocess.run(command, capture_output=True, check=False, timeout=60)
         for line in done.stdout.splitlines():
             record = json.loads(line)
-            if record["type"] == "history" and "trial" in record["history"]["item"]:
-                found.add(record["history"]["item"]["trial"])
+            if record["type"] == "history" and counter in record["history"]["item"]:
+                found.add(record["history"]["item"][counter])
     return found
 
 

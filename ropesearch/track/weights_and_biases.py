@@ -1,4 +1,4 @@
-"""Weights & Biases, as a search sees it: messages to a process of its own for each run, and bounded waiting."""
+"""Weights & Biases, as a job sees it: messages to a process of its own for each run, and bounded waiting."""
 
 import contextlib
 import fcntl
@@ -90,7 +90,7 @@ class Reporter:
     """One run, written by a process of its own, which holds `claim` until it ends.
 
     Nothing here waits but `closed`. Signals do not end the process, as schedulers send them to every process of a job,
-    and terminals to all in the foreground; it ends when it is told to, and by itself when the search is killed.
+    and terminals to all in the foreground; it ends when it is told to, and by itself when the job is killed.
     """
 
     def __init__(self, folder: Path, begin: Mapping[str, Any], claim: Claim) -> None:

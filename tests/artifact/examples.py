@@ -19,6 +19,10 @@ REGIME = Regime(
     factors=(1.0, 1.01, 1.37, 2.0, 2.93, 3.6, 4.4, 4.81),
     attention_factor=1.137,
 )
+# What fine-tuning makes of it: the plain table for short sequences, the searched one for long ones.
+SHORT = Regime(name="short", max_length=toys.ORIGINAL_LENGTH, factors=(1.0,) * 8)
+LONG = dataclasses.replace(REGIME, name="long")
+TWO = (SHORT, LONG)
 SEARCH = {
     "optimizer": "evolution",
     "space": {"name": "longrope", "factor_step": 0.01},
@@ -46,6 +50,9 @@ CHECKPOINT = Checkpoint(
     config={"model_type": "llama", "max_position_embeddings": toys.ORIGINAL_LENGTH, "rms_norm_eps": 1e-6},
     files=(CheckpointFile(name="model.safetensors", num_bytes=142_000, sha256="3" * 64),),
 )
+
+
+FINE_TUNED = {"regimes": TWO, "base_checkpoint": CHECKPOINT, "training": {"num_steps": 3, "losses": [2.5, 2.25]}}
 
 
 def toy_geometry(architecture: str = "llama") -> Geometry:
@@ -88,15 +95,14 @@ def write_example(
     *,
     weights: WeightsMode = WeightsMode.copy,
     retained_tokens: int = 0,
+    regimes: tuple[Regime, ...] = (),
     **overrides: Any,
 ) -> Path:
     """Write a toy to folder/source and the extended checkpoint to folder/extended; returns the latter."""
     source = toys.write_checkpoint(folder / "source", architecture, **overrides)
+    changes = {"regimes": regimes} if regimes else {}
+    rope_config = bound_rope_config(source, architecture, retained_tokens=retained_tokens, **changes)
     write_checkpoint_folder(
-        source,
-        folder / "extended",
-        bound_rope_config(source, architecture, retained_tokens=retained_tokens),
-        weights,
-        allow_unportable=retained_tokens > 0,
+        source, folder / "extended", rope_config, weights, allow_unportable=bool(rope_config.not_portable)
     )
     return folder / "extended"

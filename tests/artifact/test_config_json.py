@@ -6,12 +6,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ropesearch.artifact.config_json import (
+    described_regimes,
     extended_config,
     extended_tokenizer_config,
     older_loaders,
 )
 from ropesearch.errors import InputError
 from ropesearch.rope.geometry import LayerRope
+from ropesearch.rope.regime import Regime
 from tests.artifact import examples
 
 SOURCE = {
@@ -56,9 +58,63 @@ def test_both_schemas_say_the_same_table() -> None:
     }
 
 
-def test_writing_it_twice_changes_nothing() -> None:
-    once = extended_config(SOURCE, examples.rope_config())
-    assert extended_config(once, examples.rope_config()) == once
+@pytest.mark.parametrize("regimes", [(examples.REGIME,), examples.TWO])
+def test_writing_it_twice_changes_nothing(regimes: tuple[Regime, ...]) -> None:
+    once = extended_config(SOURCE, examples.rope_config(regimes=regimes))
+    assert extended_config(once, examples.rope_config(regimes=regimes)) == once
+
+
+def test_two_regimes_are_two_lists_with_the_threshold_where_every_loader_looks() -> None:
+    short = dataclasses.replace(examples.SHORT, max_length=100, factors=(1.0,) * 7 + (1.5,), attention_factor=1.02)
+    config = examples.rope_config(regimes=(short, examples.LONG))
+    extended = extended_config(SOURCE, config)
+    assert extended["rope_parameters"] == extended["rope_scaling"]
+    assert extended["rope_scaling"] == {
+        "rope_type": "longrope",
+        "type": "longrope",
+        "rope_theta": 10000.0,
+        "factor": 4.0,
+        "original_max_position_embeddings": 100,
+        "short_factor": [1.0] * 7 + [1.5],
+        "long_factor": FACTORS,
+        "attention_factor": 1.137,
+        "short_mscale": 1.02,
+        "long_mscale": 1.137,
+    }
+    assert extended["original_max_position_embeddings"] == 100
+    assert extended["max_position_embeddings"] == 256
+    assert extended["rope_config_fingerprint"] == config.fingerprint
+
+
+def test_regimes_that_no_config_json_can_hold_leave_it_alone() -> None:
+    middle = dataclasses.replace(examples.LONG, name="middle", max_length=128)
+    retained = dataclasses.replace(examples.LONG, retained_tokens=4)
+    for regimes in ((examples.SHORT, middle, examples.LONG), (examples.SHORT, retained)):
+        config = examples.rope_config(regimes=regimes)
+        assert described_regimes(SOURCE, config) is None
+        assert extended_config(SOURCE, config) == {**SOURCE, "rope_config_fingerprint": config.fingerprint}
+    phimoe = examples.rope_config(geometry=examples.toy_geometry("phimoe"), regimes=examples.TWO)
+    assert described_regimes({"model_type": "phimoe"}, phimoe) is None
+    assert described_regimes(SOURCE, examples.rope_config(regimes=examples.TWO)) == examples.TWO
+
+
+@pytest.mark.parametrize(("bound", "is_described"), [(64, True), (32, False)])
+def test_a_scale_of_queries_by_position_keeps_its_own_length(bound: int, is_described: bool) -> None:
+    """Ministral 3 reads original_max_position_embeddings for that too."""
+    own = {"rope_type": "default", "llama_4_scaling_beta": 0.1, "original_max_position_embeddings": bound}
+    source = {**SOURCE, "rope_parameters": own}
+    config = examples.rope_config(regimes=examples.TWO)
+    assert (described_regimes(source, config) == examples.TWO) == is_described
+    one = extended_config(source, examples.rope_config())
+    assert one["rope_parameters"]["original_max_position_embeddings"] == bound
+
+
+def test_two_regimes_by_layer_type_have_a_threshold_that_counts() -> None:
+    geometry = dataclasses.replace(examples.toy_geometry("gemma3_text"), layer_types=LAYER_TYPES)
+    config = examples.rope_config(geometry=geometry, regimes=examples.TWO)
+    table = extended_config({"model_type": "gemma3_text"}, config)["rope_parameters"]["full_attention"]
+    assert (table["short_factor"], table["long_factor"]) == ([1.0] * 8, FACTORS)
+    assert table["original_max_position_embeddings"] == 64
 
 
 @pytest.mark.parametrize(

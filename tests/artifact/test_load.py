@@ -19,7 +19,6 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import ropesearch
 from ropesearch.artifact.digest import checkpoint_binding
-from ropesearch.artifact.folder import write_checkpoint_folder
 from ropesearch.artifact.load import load, load_unscaled, read_bound
 from ropesearch.artifact.schema import RopeConfig, content_digest
 from ropesearch.errors import BindingError, InputError
@@ -160,16 +159,41 @@ def test_other_weights_or_another_tokenizer_are_refused_showing_both_digests(tmp
     assert bound.tokenizer_digest in str(caught.value)
 
 
-def test_the_regime_is_chosen_by_the_final_length_of_a_sequence(tmp_path: Path) -> None:
-    source = toys.write_checkpoint(tmp_path / "source")
-    short = dataclasses.replace(examples.REGIME, name="short", max_length=128, attention_factor=1.05)
-    rope_config = examples.bound_rope_config(source, regimes=(short, examples.REGIME))
-    write_checkpoint_folder(source, tmp_path / "out", rope_config, allow_unportable=True)
-    for length, expected in ((None, 1.137), (1, 1.05), (128, 1.05), (129, 1.137), (256, 1.137)):
-        model = load(tmp_path / "out", device="cpu", length_tokens=length)[0]
-        assert model.model.rotary_emb.attention_scaling == expected
-    with pytest.raises(InputError, match="expected at most target_length = 256 tokens, got 257"):
-        load(tmp_path / "out", device="cpu", length_tokens=257)
+@pytest.mark.parametrize("architecture", ["llama", "phi3"])
+def test_the_regime_is_chosen_by_the_final_length_of_a_sequence(tmp_path: Path, architecture: str) -> None:
+    folder = examples.write_example(tmp_path, architecture, regimes=examples.TWO)
+    source = load_model(ModelConfig(path=str(tmp_path / "source"), dtype=DType.float32, device="cpu"))
+    for length, regime in ((None, examples.LONG), (1, examples.SHORT), (64, examples.SHORT), (65, examples.LONG)):
+        model = load(folder, device="cpu", dtype="float32", length_tokens=length)[0]
+        with installed(source, regime, as_shipped=True):
+            for num_tokens in (40, 64, 65, 200):  # the table is that of the regime, not of the pass
+                assert torch.equal(logits_of(model, num_tokens), logits_of(source.model, num_tokens))
+        assert model.config.max_position_embeddings == regime.max_length
+    for length, message in ((257, "expected at most target_length = 256 tokens, got 257"), (0, "at least 1 token")):
+        with pytest.raises(InputError, match=message):
+            load(folder, device="cpu", length_tokens=length)
+
+
+@pytest.mark.parametrize("architecture", [*ARCHITECTURES, "phi3"])
+def test_an_answer_across_the_crossing_under_one_regime_is_that_of_a_whole_pass(
+    tmp_path: Path, architecture: str
+) -> None:
+    folder = examples.write_example(tmp_path, architecture, regimes=examples.TWO)
+    model = load(folder, device="cpu", dtype="float32", length_tokens=60 + 12)[0]
+    sequence, cached = generated(model, prompt=60, num_tokens=12)
+    with torch.no_grad():
+        whole = model(input_ids=sequence, use_cache=False).logits[0, 59:-1]
+    assert greatest_difference(cached, whole) <= 1e-4
+
+
+def test_what_is_loaded_for_one_length_can_be_saved_as_that(tmp_path: Path) -> None:
+    folder = examples.write_example(tmp_path, regimes=examples.TWO)
+    for number, length in enumerate((64, 256)):
+        model = load(folder, device="cpu", length_tokens=length)[0]
+        model.save_pretrained(tmp_path / str(number))
+        again = AutoModelForCausalLM.from_pretrained(tmp_path / str(number)).eval()
+        for num_tokens in (64, 65):
+            assert greatest_difference(logits_of(again, num_tokens), logits_of(model, num_tokens)) <= 1e-5
 
 
 @pytest.mark.parametrize("name", ["config.json", "rope_config.json"])

@@ -76,6 +76,36 @@ def test_what_config_json_cannot_express_is_listed() -> None:
     assert examples.rope_config(regimes=(short, retained)).to_json()["portable"] == ["regimes", "retained_tokens"]
 
 
+def test_the_record_of_a_training_is_a_key_of_its_own_where_there_was_one() -> None:
+    config, training = examples.rope_config(**examples.FINE_TUNED), examples.FINE_TUNED["training"]
+    value = json.loads(json.dumps(config.to_json()))
+    keys = list(good())
+    assert list(value) == [*keys[:8], "training", *keys[8:]]
+    assert value["training"] == training
+    jsonschema.Draft202012Validator(SHIPPED).validate(value)
+    again = RopeConfig.from_json(value)
+    assert again == config and again.training == training
+    assert examples.rope_config().training is None
+    for other in (None, [], {}):
+        with pytest.raises(InputError, match=r"\$\.training: expected"):
+            RopeConfig.from_json({**value, "training": other})
+    del value["training"]
+    with pytest.raises(InputError, match=r"\$\.content_digest"):
+        RopeConfig.from_json(value)
+    with pytest.raises(InputError, match=r"\$\.base_checkpoint: expected the weights before the training"):
+        examples.rope_config(training=training)
+
+
+def test_the_regime_of_a_sequence_is_the_first_that_serves_its_final_length() -> None:
+    config = examples.rope_config(regimes=examples.TWO)
+    for length, name in ((1, "short"), (64, "short"), (65, "long"), (256, "long")):
+        assert config.regime_for(length).name == name
+    with pytest.raises(InputError, match="expected at most target_length = 256 tokens, got 257; give less text"):
+        config.regime_for(257)
+    with pytest.raises(InputError, match="length_tokens: expected at least 1 token, got 0"):
+        config.regime_for(0)
+
+
 def changed(path: str, new: Any) -> dict[str, Any]:
     """A good file with one value replaced (or removed, where `new` is ...); `path` has dots, numbers index lists."""
     value = good()
@@ -168,6 +198,7 @@ def test_other_schema_versions_are_refused_naming_the_one_understood(version: An
         {"versions": {"torch": None}},
         {"target_length": 256.0},
         {"regimes": ()},
+        examples.FINE_TUNED | {"training": {"loss": math.nan}},
     ],
 )
 def test_a_writer_cannot_make_what_a_reader_would_refuse(changes: dict[str, Any]) -> None:
@@ -197,6 +228,9 @@ def test_the_fingerprint_covers_all_but_evaluation_and_versions() -> None:
         {"search": {**examples.SEARCH, "seed": 8}},
     ):
         assert dataclasses.replace(config, **changes).fingerprint != config.fingerprint
+    tuned = examples.rope_config(**examples.FINE_TUNED)
+    for training in (None, {"num_steps": 4}):
+        assert dataclasses.replace(tuned, training=training).fingerprint != tuned.fingerprint
 
 
 names = st.text(st.characters(exclude_categories=["Cs"]), min_size=1, max_size=8)
@@ -251,12 +285,15 @@ def rope_configs(draw: st.DrawFn) -> RopeConfig:
         )
         for index, length in enumerate(lengths)
     )
+    base_checkpoint = draw(st.none() | checkpoints)
+    trainings = st.none() if base_checkpoint is None else st.none() | st.dictionaries(names, plain_json, min_size=1)
     return RopeConfig(
         target_length=lengths[-1],
         geometry=geometry,
         regimes=regimes,
         checkpoint=draw(checkpoints),
-        base_checkpoint=draw(st.none() | checkpoints),
+        base_checkpoint=base_checkpoint,
+        training=draw(trainings),
         search={**draw(st.dictionaries(names, plain_json, max_size=3)), **examples.SEARCH},
         evaluation=draw(st.lists(st.just(examples.EVALUATION[0]), max_size=2)),
         versions=draw(st.dictionaries(names, names, max_size=3)),

@@ -14,6 +14,7 @@ from ropesearch.artifact import verify as verify_module
 from ropesearch.artifact.config import VerifyLevel
 from ropesearch.artifact.digest import checkpoint_binding
 from ropesearch.artifact.folder import write_checkpoint_folder
+from ropesearch.artifact.limits import loader_limits
 from ropesearch.artifact.load import read_bound
 from ropesearch.artifact.schema import RopeConfig, content_digest
 from ropesearch.artifact.verify import Finding, check_expressible, verify
@@ -65,6 +66,73 @@ def test_what_was_written_is_as_it_says(tmp_path: Path, architecture: str, retai
     notes = [finding.message for finding in findings if finding.is_note]
     assert len(notes) == (retained_tokens > 0)
     assert all(note.startswith("config.json cannot express retained_tokens: other loaders") for note in notes)
+
+
+@pytest.mark.parametrize("architecture", ["llama", "mistral", "phi3", "qwen2", "qwen3"])
+def test_two_regimes_are_each_held_to_where_they_serve(tmp_path: Path, architecture: str) -> None:
+    folder = examples.write_example(tmp_path, architecture, regimes=examples.TWO)
+    findings = verify(folder, device="cpu")
+    assert not wrong(findings)
+    said = [finding.message for finding in findings if "inverse frequencies" in finding.message]
+    assert said == [
+        f"inverse frequencies at {length} tokens: 8 pairs, bit for bit the float32 table of {name}"
+        for length, name in ((64, "short"), (65, "long"), (256, "long"))
+    ]
+    lengths = [finding.message.split()[0] for finding in findings if finding.level is LOGITS and not finding.is_note]
+    assert lengths == ["1", "63", "64", "65", "256"]
+    notes = [finding.message for finding in findings if finding.is_note]
+    assert notes[:-1] == list(loader_limits(RopeConfig.read(folder)))
+    attention = re.fullmatch(
+        r"up to 64 tokens the logits above are those of short with the attention factor 1.137, which transformers has "
+        r"for all lengths; with its own, 1, they differ by up to ([0-9.]+)",
+        notes[-1],
+    )
+    assert attention is not None and float(attention[1]) > 0.05
+
+
+def test_two_regimes_of_one_attention_factor_are_the_same_everywhere(tmp_path: Path) -> None:
+    short = dataclasses.replace(examples.SHORT, attention_factor=1.137)
+    findings = verify(examples.write_example(tmp_path, regimes=(short, examples.LONG)), device="cpu")
+    assert not wrong(findings)
+    assert not [finding.message for finding in findings if "attention factor that" in finding.message]
+    assert not [finding.message for finding in findings if finding.is_note and finding.level is LOGITS]
+
+
+@pytest.mark.parametrize(("name", "lengths"), [("short_factor", [64]), ("long_factor", [65, 256])])
+def test_a_factor_changed_in_one_list_is_found_where_it_serves(tmp_path: Path, name: str, lengths: list[int]) -> None:
+    folder = examples.write_example(tmp_path, regimes=examples.TWO)
+
+    def change(value: Any) -> None:
+        for key in ("rope_scaling", "rope_parameters"):
+            value[key][name][5] = 5.25
+
+    edit(folder / "config.json", change)
+    messages = wrong(verify(folder, device="cpu"))
+    assert [int(each.split()[3]) for each in messages if each.startswith("inverse frequencies")] == lengths
+    found = [int(each.split()[0]) for each in messages if "greatest difference" in each]
+    assert found == ([63, 64] if name == "short_factor" else lengths)
+    with pytest.raises(BindingError, match=name):
+        read_bound(folder)
+
+
+def test_a_threshold_that_was_moved_is_found(tmp_path: Path) -> None:
+    folder = examples.write_example(tmp_path, regimes=examples.TWO)
+    edit(folder / "config.json", lambda value: value.update(original_max_position_embeddings=65))
+    messages = wrong(verify(folder, device="cpu"))
+    assert "config.json: $.original_max_position_embeddings: expected 64, got 65" in messages
+    assert any(each.startswith("inverse frequencies at 65 tokens: pair 1: expected") for each in messages)
+    assert any(each.startswith("65 tokens: greatest difference") for each in messages)
+
+
+def test_two_regimes_beyond_config_json_are_compared_as_they_are_loaded(tmp_path: Path) -> None:
+    retained = dataclasses.replace(examples.LONG, retained_tokens=3)
+    folder = examples.write_example(tmp_path, regimes=(examples.SHORT, retained))
+    findings = verify(folder, device="cpu")
+    assert not wrong(findings)
+    (note,) = (finding.message for finding in findings if finding.is_note)
+    assert note.startswith("config.json cannot express regimes, retained_tokens: other loaders see the unscaled")
+    edit(folder / "rope_config.json", lambda value: value["regimes"][0].update(attention_factor=1.01))
+    assert wrong(verify(folder, [LOGITS, TABLE], device="cpu"))
 
 
 def test_bfloat16_weights_verify_too(tmp_path: Path) -> None:

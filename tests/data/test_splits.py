@@ -1,18 +1,26 @@
 import hashlib
+import itertools
 import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ropesearch.data import splits
 from ropesearch.data.config import SPLITS, CorpusConfig
-from ropesearch.data.documents import Document
-from ropesearch.data.splits import beginning_digest, content_digest, split_documents
-from ropesearch.data.tokens import TokenReader
+from ropesearch.data.documents import Document, read_documents
+from ropesearch.data.splits import (
+    EvaluationTexts,
+    beginning_digest,
+    content_digest,
+    evaluation_texts,
+    split_documents,
+)
+from ropesearch.data.tokens import TokenReader, first_tokens
 from ropesearch.errors import InputError
 from tests.data.conftest import prose
 
@@ -212,3 +220,64 @@ def test_stream_without_long_documents_ends(tokenizer: Any, tmp_path: Path, monk
     ):
         split(corpus(tmp_path, max_documents=50), tokenizer)
     assert len(read) <= 51
+
+
+def names_held(config: CorpusConfig, tokenizer: Any, texts: EvaluationTexts) -> set[str]:
+    """Of the documents of a corpus, all its splits, those that are evaluation texts."""
+    documents = [
+        *itertools.chain(*(read_documents(config, split) for split in (SPLITS if config.is_split() else [None])))
+    ]
+    return {
+        document.name
+        for document in documents
+        if texts.holds(document.text, first_tokens(tokenizer, document.text, NUM_TOKENS))
+    }
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_evaluation_texts_are_those_of_the_splits(tokenizer: Any, tmp_path: Path, seed: int) -> None:
+    for i in range(12):
+        (tmp_path / f"{i}.txt").write_text(prose(i, 60 if i else 5))
+    config = corpus(tmp_path, count=1)
+    texts = evaluation_texts(config, TokenReader(tokenizer, None), NUM_TOKENS, seed)
+    dealt = {name for names in split(config, tokenizer, seed).values() for name in names}
+    assert names_held(config, tokenizer, texts) == dealt and len(dealt) == 3
+
+
+def test_evaluation_texts_of_a_split_corpus_are_all_of_its_three_splits(tokenizer: Any, tmp_path: Path) -> None:
+    for i, name in enumerate([*SPLITS, "training"]):
+        (tmp_path / name).mkdir()
+        for j in range(4):
+            (tmp_path / name / f"{j}.txt").write_text(prose(10 * i + j, 60 if j else 5))
+    config = corpus(tmp_path, count=1)
+    texts = evaluation_texts(config, TokenReader(tokenizer, None), NUM_TOKENS, 0)
+    assert names_held(config, tokenizer, texts) == {f"{name}/{j}.txt" for name in SPLITS for j in range(4)}
+    for document in read_documents(config, "training"):
+        assert not texts.holds(document.text, first_tokens(tokenizer, document.text, NUM_TOKENS))
+
+
+def test_copies_of_evaluation_texts_are_evaluation_texts(tokenizer: Any, tmp_path: Path) -> None:
+    """Each of the three ways alone: the same words, the same first characters, the same first tokens."""
+    text = prose(0, 60)
+    for i in range(3):
+        (tmp_path / f"{i}.txt").write_text(prose(i, 60))
+    texts = evaluation_texts(corpus(tmp_path, count=1), TokenReader(tokenizer, None), NUM_TOKENS, 0)
+    tokens = first_tokens(tokenizer, text, NUM_TOKENS)
+    other_tokens = first_tokens(tokenizer, prose(9, 60), NUM_TOKENS)
+    assert texts.holds(text.replace(" ", "\n\n"), other_tokens)
+    assert texts.holds(text + " and more", other_tokens)
+    assert texts.holds(prose(9, 60), tokens)
+    assert texts.holds(prose(9, 60), np.append(tokens, tokens))
+    assert not texts.holds(prose(9, 60), other_tokens)
+    assert not texts.holds(text[:NUM_TOKENS], tokens[:-1])
+    assert not texts.holds(text[1:], tokens[1:])
+
+
+def test_the_fingerprint_of_evaluation_texts_is_of_all_of_them() -> None:
+    one, two = b"1" * 32, b"2" * 32
+    made = [
+        EvaluationTexts(num_tokens, frozenset(digests))
+        for num_tokens, digests in ((40, [one]), (40, [one, two]), (41, [one]), (40, []))
+    ]
+    assert len({texts.fingerprint for texts in made}) == 4
+    assert EvaluationTexts(40, frozenset([two, one])).fingerprint == made[1].fingerprint

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ropesearch.data import tokens as tokens_module
-from ropesearch.data.tokens import TokenReader, first_tokens, tokenizer_digest
+from ropesearch.data.tokens import TokenReader, all_tokens, all_tokens_of_each, first_tokens, tokenizer_digest
 from ropesearch.errors import InputError
 from tests.data.conftest import prose, train_tokenizer
 
@@ -62,6 +62,17 @@ def test_equal_to_the_beginning_of_all_tokens(
         tokens = first_tokens(tokenizer, text, num_tokens)
     assert tokens.dtype == np.int32
     assert tokens.tolist() == whole(tokenizer, text)[:num_tokens]
+
+
+@settings(max_examples=40, deadline=None)
+@given(texts=st.lists(st.lists(PIECES, max_size=8).map("".join), min_size=1, max_size=5))
+def test_several_texts_at_once_have_the_tokens_of_each(tokenizer: Any, texts: list[str]) -> None:
+    """Spellings of special tokens among them, which are text."""
+    tokens = all_tokens_of_each(tokenizer, texts)
+    assert all(each.dtype == np.int32 for each in tokens)
+    assert [each.tolist() for each in tokens] == [whole(tokenizer, text) for text in texts]
+    assert [all_tokens(tokenizer, text).tolist() for text in texts] == [each.tolist() for each in tokens]
+    assert not {token for each in tokens for token in each.tolist()} & {0, 1}
 
 
 def test_tokens_that_depend_on_the_end_are_found_out() -> None:

@@ -8,8 +8,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ropesearch.data.config import SPLITS, CorpusConfig
+from ropesearch.data.documents import read_documents
 from ropesearch.data.needles import draw_words, fact_ids
-from ropesearch.data.windows import Windows, build_windows, check_vocabulary, needle_windows
+from ropesearch.data.tokens import first_tokens
+from ropesearch.data.windows import Windows, build_windows, check_vocabulary, evaluation_texts, needle_windows
 from ropesearch.errors import InputError
 from ropesearch.files import sha256_of_json
 from ropesearch.seeding import stream
@@ -195,6 +197,24 @@ def test_cut_outside_the_length_is_refused(length: int) -> None:
 def test_length_below_two_is_refused(tokenizer: Any, corpus: CorpusConfig) -> None:
     with pytest.raises(InputError, match="length_tokens: expected at least 2, got 1"):
         build_windows(corpus, tokenizer, 1, 0, None)
+    with pytest.raises(InputError, match="length_tokens: expected at least 2, got 1"):
+        evaluation_texts(corpus, tokenizer, 1, 0, None)
+
+
+@pytest.mark.parametrize("with_bos", [True, False])
+def test_evaluation_texts_are_those_of_the_windows(
+    request: pytest.FixtureRequest, corpus: CorpusConfig, with_bos: bool
+) -> None:
+    tokenizer = request.getfixturevalue("tokenizer" if with_bos else "tokenizer_without_bos")
+    windows = build_windows(corpus, tokenizer, 50, 3, None)
+    texts = evaluation_texts(corpus, tokenizer, 50, 3, None)
+    assert texts.num_tokens == 50 - with_bos
+    held = {
+        document.name
+        for document in read_documents(corpus)
+        if texts.holds(document.text, first_tokens(tokenizer, document.text, 50))
+    }
+    assert held == {name for split in SPLITS for name in windows[split].documents}
 
 
 def test_vocabulary() -> None:

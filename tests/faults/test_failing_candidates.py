@@ -93,10 +93,10 @@ def test_memory_that_suffices_for_smaller_chunks_scores_the_candidate(
     assert cli.main(whole) == 0
     window_outcome = scorer._window_outcome
 
-    def limited(model: Any, token_ids: Any, first_scored: int, chunk_tokens: int, with_choices: bool) -> Any:
+    def limited(model: Any, token_ids: Any, first_scored: int, chunk_tokens: int, *rest: Any) -> Any:
         if chunk_tokens > 32:
             raise torch.OutOfMemoryError("out of memory")
-        return window_outcome(model, token_ids, first_scored, chunk_tokens, with_choices)
+        return window_outcome(model, token_ids, first_scored, chunk_tokens, *rest)
 
     monkeypatch.setattr(scorer, "_window_outcome", limited)
     monkeypatch.setattr(scorer, "_SMALLEST_CHUNK_TOKENS", 32)

@@ -36,7 +36,7 @@ from tests.fuzz.mutations import (
 INDEX = "model.safetensors.index.json"
 SETTINGS = ("rope_config.json", "config.json", "generation_config.json", "tokenizer_config.json")
 TEXT_FILES = ("chat_template.jinja", "additional_chat_templates/tools.jinja", "merges.txt", "tokenization_x.py")
-KINDS = ("portable", "retained", "sharded", "tied")
+KINDS = ("portable", "retained", "sharded", "tied", "two")
 QUICK = "levels=[digest,table]"
 
 
@@ -60,8 +60,11 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
             (source / text_file).write_text(f"# {text_file} of {name}\n")
         (source / "README.md").write_text("a model card")
         architecture = json.loads((source / "config.json").read_text())["model_type"]
-        rope_config = examples.bound_rope_config(source, architecture, retained_tokens=3 * (name == "retained"))
-        examples.write_checkpoint_folder(source, root / "written", rope_config, allow_unportable=name == "retained")
+        changes = dict(examples.FINE_TUNED) if name == "two" else {}
+        rope_config = examples.bound_rope_config(
+            source, architecture, retained_tokens=3 * (name == "retained"), **changes
+        )
+        examples.write_checkpoint_folder(source, root / "written", rope_config, allow_unportable=True)
         assert verify(root / "written") == (0, "")
         result[name] = root / "written"
     return result

@@ -43,7 +43,7 @@ ODD_TEXTS = st.one_of(
 KEYS = {name: {key.name: key for key in config.keys_of(job.schema)} for name, job in config.JOBS.items()}
 JOBS = {name: list(keys) for name, keys in KEYS.items()}
 # Keys that make a run long, or write where other tests look; they get values of their own below.
-KEPT = {"budget.num_trials", "run", "cache"}
+KEPT = {"budget.num_trials", "run", "to", "cache", "training.num_steps", "training.num_step_rows"}
 
 
 WHOLE = st.one_of(
@@ -141,8 +141,17 @@ def good(job_name: str, given: Path) -> dict[str, str]:
             "run": str(given.parent / "run"),
             **corpus,
         },
+        "finetune": {
+            "path": str(given / "written"),
+            "run": str(given.parent / "run"),
+            "training.num_steps": "1",
+            "training.num_step_rows": "2",
+            "training.num_warmup_steps": "0",
+            **corpus,
+        },
         "evaluate": {"path": str(given / "written"), "run": str(given.parent / "run"), "lengths": "[64]", **corpus},
         "verify": {"path": str(given / "written"), "max_logits_tokens": "70"},
+        "export": {"path": str(given / "written"), "to": str(given.parent / "exported"), "cache": corpus["cache"]},
         "status": {"path": str(given / "searched")},
     }[job_name]
 
@@ -268,6 +277,9 @@ def test_a_tokenizer_of_another_model_is_refused_before_anything_is_written(shar
         ["search", "m", "corpus.path=c", "target_length=9", "objective.last_tokens=9"],
         ["search", "m", "corpus.path=c", "target_length=-5"],
         ["evaluate", "f", "corpus.path=c", "lengths=[64,1]"],
+        ["evaluate", "f", "corpus.path=c", "lengths=[64,64]"],
+        ["export", "f", "to=x", "single_table=true"],
+        ["export", "f", "to=x", "corpus.path=c"],
         ["verify", "f", "levels=[]"],
         ["verify", "f", "max_logits_tokens=0"],
     ],

@@ -16,7 +16,7 @@ import torch
 import transformers
 from transformers import AutoModelForCausalLM
 
-from ropesearch.artifact.config_json import older_loaders
+from ropesearch.artifact.config_json import described_regimes, older_loaders
 from ropesearch.artifact.digest import checkpoint_binding
 from ropesearch.artifact.folder import write_checkpoint_folder
 from ropesearch.errors import InputError
@@ -228,14 +228,16 @@ import numpy as np, torch, transformers
 assert transformers.__version__.startswith("4.57."), transformers.__version__
 root, tokens = sys.argv[1:3]
 ids = torch.from_numpy(np.load(tokens))
-for model_type in sys.argv[3:]:
+for name in sys.argv[3:]:
+    folder = f"{root}/{name}"
     try:
-        folder = f"{root}/{model_type}/out"
         model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
         with torch.no_grad():
-            np.save(f"{root}/{model_type}/logits.npy", model(input_ids=ids, use_cache=False).logits.numpy())
+            for length in (20, 60):
+                logits = model(input_ids=ids[:, :length], use_cache=False).logits
+                np.save(f"{folder}/logits-{length}.npy", logits.numpy())
     except Exception as error:
-        open(f"{root}/{model_type}/error.txt", "w").write(f"{type(error).__name__}: {error}")
+        open(f"{folder}/error.txt", "w").write(f"{type(error).__name__}: {error}")
 """
 # As `older_loaders` says: config classes that refuse the written rope_scaling, and a model that has none.
 REFUSED_BY_OLDER = ("phi3", "olmo2")
@@ -247,39 +249,53 @@ UNKNOWN_TO_OLDER = ("llama4_text", "moshi")
 @pytest.mark.slow
 @pytest.mark.skipif(OLDER is None, reason=f"{runs.OTHER_TRANSFORMERS} names no folder with transformers 4.57.6")
 def test_transformers_4_57_serves_the_same_where_it_can(tmp_path: Path) -> None:
+    """One regime at all lengths, and two, of which the short one has the long one's attention factor there."""
     expected = {}
     tokens = np.random.default_rng(1).integers(2, 240, size=(1, 60))
     np.save(tmp_path / "tokens.npy", tokens)
     model_types = [name for name in NAMED if name not in UNKNOWN_TO_OLDER]
     for model_type in model_types:
         loaded = tiny(tmp_path / model_type, model_type)
-        regime = walk.searched(loaded.geometry)
-        rope_config = examples.rope_config(
-            target_length=walk.TARGET_LENGTH,
-            geometry=loaded.geometry,
-            regimes=(regime,),
-            checkpoint=checkpoint_binding(tmp_path / model_type / "source"),
-        )
-        write_checkpoint_folder(tmp_path / model_type / "source", tmp_path / model_type / "out", rope_config)
-        assert (older_loaders(loaded.geometry) is None) == (model_type not in REFUSED_BY_OLDER + UNSCALED_BY_OLDER)
-        with installed(loaded, regime), torch.no_grad():
-            expected[model_type] = loaded.model(input_ids=torch.from_numpy(tokens), use_cache=False).logits.numpy()
+        geometry, source, long = loaded.geometry, tmp_path / model_type / "source", walk.searched(loaded.geometry)
+        short = Regime(name="short", max_length=geometry.original_length, factors=(1.0,) * geometry.num_pairs)
+        for name, regimes in (("one", (long,)), ("two", (short, long))):
+            rope_config = examples.rope_config(
+                target_length=walk.TARGET_LENGTH,
+                geometry=geometry,
+                regimes=regimes,
+                checkpoint=checkpoint_binding(source),
+            )
+            place = tmp_path / model_type / name
+            write_checkpoint_folder(source, place, rope_config, allow_unportable=len(regimes) > 1)
+            for length in (20, 60):
+                regime = rope_config.regime_for(length)
+                if described_regimes(rope_config.checkpoint.config, rope_config) is None:
+                    regime = loaded.own.regime_at(length)
+                else:
+                    regime = dataclasses.replace(regime, attention_factor=long.attention_factor)
+                with installed(loaded, regime), torch.no_grad():
+                    ids = torch.from_numpy(tokens[:, :length])
+                    logits = loaded.model(input_ids=ids, use_cache=False).logits.numpy()
+                expected[f"{model_type}/{name}", length] = logits
+        assert (older_loaders(geometry) is None) == (model_type not in REFUSED_BY_OLDER + UNSCALED_BY_OLDER)
+    names = list(dict.fromkeys(name for name, _ in expected))
     subprocess.run(
-        [sys.executable, "-c", IN_OLDER_TRANSFORMERS, tmp_path, tmp_path / "tokens.npy", *model_types],
+        [sys.executable, "-c", IN_OLDER_TRANSFORMERS, tmp_path, tmp_path / "tokens.npy", *names],
         env=os.environ | {"PYTHONPATH": str(OLDER)},
         check=True,
         cwd=tmp_path,
     )
     wrong = []
-    for model_type in model_types:
-        error = tmp_path / model_type / "error.txt"
+    for name, length in expected:
+        model_type = name.partition("/")[0]
+        error = tmp_path / name / "error.txt"
         if model_type in REFUSED_BY_OLDER:
             assert "rope_scaling" in error.read_text()
         elif error.exists():
-            wrong.append(f"{model_type}: {error.read_text()[:200]}")
+            wrong.append(f"{name}: {error.read_text()[:200]}")
         else:
-            difference = np.abs(np.load(tmp_path / model_type / "logits.npy") - expected[model_type]).max()
-            same = difference <= 1e-4 * max(1.0, np.abs(expected[model_type]).max())
+            difference = np.abs(np.load(tmp_path / name / f"logits-{length}.npy") - expected[name, length]).max()
+            same = difference <= 1e-4 * max(1.0, np.abs(expected[name, length]).max())
             if same == (model_type in UNSCALED_BY_OLDER):
-                wrong.append(f"{model_type}: logits differ by {difference}")
+                wrong.append(f"{name} at {length} tokens: logits differ by {difference}")
     assert not wrong

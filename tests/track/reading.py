@@ -28,6 +28,10 @@ class ReadRun:
     def trials(self) -> list[int]:
         return [row["trial"] for row in self.history if "trial" in row]
 
+    @property
+    def steps(self) -> list[int]:
+        return [row["step"] for row in self.history]
+
     def media(self, name: str) -> Path:
         """The newest file that was logged under a name."""
         (path,) = [row[f"{name}.path"] for row in self.history if f"{name}.path" in row][-1:]
@@ -61,6 +65,21 @@ def study_runs(folder: Path) -> list[ReadRun]:
     """The offline runs of a run folder's study, in the order in which they began."""
     name = study_id(folder)
     return [read(path) for path in sorted((folder / "wandb").glob(f"offline-run-*-{name}/run-{name}.wandb"))]
+
+
+def finetune_id(folder: Path) -> str:
+    return str(json.loads((folder / "wandb" / "finetune.json").read_bytes())["id"])
+
+
+def finetune_files(folder: Path) -> list[Path]:
+    """The files of a fine-tuning's offline run, in the order in which they were begun."""
+    name = finetune_id(folder)
+    return sorted((folder / "wandb").glob(f"offline-run-*-{name}/run-{name}.wandb"))
+
+
+def finetune_runs(folder: Path) -> list[ReadRun]:
+    """What they hold."""
+    return [read(path) for path in finetune_files(folder)]
 
 
 def worker_runs(folder: Path) -> list[ReadRun]:

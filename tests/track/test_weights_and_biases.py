@@ -42,7 +42,8 @@ BEGIN: dict[str, Any] = {
     "config": {"study": "study", "job": {"seed": 3}},
     "id": "study",
     "name": "a search",
-    "is_study": True,
+    "job_type": "study",
+    "counter": "trial",
 }
 BLOCKS: dict[str, Any] = {"block_edges": (0, 64, 128), "block_tokens": (63, 64)}
 ROWS = [

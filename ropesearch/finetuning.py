@@ -1,0 +1,400 @@
+"""The job `finetune`, read from top to bottom: a searched checkpoint in, one with two regimes and new weights out."""
+
+import contextlib
+import dataclasses
+import logging
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ropesearch import files
+from ropesearch.artifact.config import VerifyLevel, WeightsMode
+from ropesearch.artifact.digest import check_entries, checkpoint_binding
+from ropesearch.artifact.folder import write_checkpoint_folder
+from ropesearch.artifact.load import find_folder, load_unscaled, own_table, read_bound
+from ropesearch.artifact.origin import Origin
+from ropesearch.artifact.schema import FILE_NAME, RopeConfig
+from ropesearch.artifact.strict_json import read_json_object
+from ropesearch.artifact.verify import verify as verify_folder
+from ropesearch.artifact.weights import check_stored_names, stored_dtypes, write_weights
+from ropesearch.config import FinetuneJob, expect_given, plain
+from ropesearch.data.mixture import LONG, SHORT, Mixture
+from ropesearch.data.preparation import prepare_training_tokens
+from ropesearch.data.training_tokens import TrainingTokens
+from ropesearch.data.windows import build_windows, check_vocabulary, evaluation_texts
+from ropesearch.errors import InputError
+from ropesearch.evaluate.perplexity import Evaluation
+from ropesearch.finetune_tracking import FinetuneTracker
+from ropesearch.model.config import DType, ModelConfig
+from ropesearch.model.install import installed, prove_installable
+from ropesearch.model.load import LoadedModel, load_tokenizer, quiet_transformers
+from ropesearch.report import AFTER, BEFORE, FinetuneOutcome
+from ropesearch.rope.regime import Regime
+from ropesearch.run_folder import CONFIG, LAUNCHER_FOLDER, RunFolder, versions
+from ropesearch.score.forward import vocabulary_tokens
+from ropesearch.score.scorer import prove_scorer
+from ropesearch.scoring import cache_folder
+from ropesearch.search.ownership import claimed
+from ropesearch.search.trials import regime_json
+from ropesearch.track.config import NoTracking
+from ropesearch.track.progress import ProgressDisplay
+from ropesearch.train.adapter import add_adapter, merged_tensors
+from ropesearch.train.config import Adapter, Precision
+from ropesearch.train.loop import STATES, FineTuning, HeldOut, Measurement, StepEvent
+from ropesearch.train.loss import RowLoss
+from ropesearch.train.processes import Processes
+from ropesearch.train.regimes import prove_documents_apart
+from ropesearch.train.weights import shard
+
+_log = logging.getLogger(__name__)
+
+# Keys that say how it is done and not what comes out.
+_NOT_IN_ITS_NAME = ("run", "cache", "device", "track")
+_NOT_IN_ITS_RESULT = ("save_every_steps", "num_kept_states", "measure_every_steps")
+_TOKENS = "training-tokens"
+_NEW_WEIGHTS = "new-weights"
+_ASKED = "asked.json"
+_LOCK = "finetune.lock"
+
+
+def finetune(job: FinetuneJob) -> FinetuneOutcome:
+    """Fine-tune a searched checkpoint; go on with a run that was stopped, and show one that is finished.
+
+    With torchrun every process calls this with the same job; the first one writes. Everything that can be wrong with
+    the job is found before the first step. Raises InputError for that, TrainingError for a loss that is not finite;
+    Stopped, with the state saved, when a signal asks for it.
+    """
+    quiet_transformers()
+    expect_given("finetune", job)
+    job.check()
+    source = find_folder(Path(job.path))
+    check_entries(source)
+    base = RopeConfig.read(source)
+    own = own_table(source, base, trust_remote_code=job.trust_remote_code)
+    original_length, target_length = base.geometry.original_length, base.target_length
+    job.mixture.check(original_length, target_length)
+    regimes = {
+        SHORT: dataclasses.replace(own.regime_at(original_length), name=SHORT, max_length=original_length),
+        LONG: base.regimes[-1],
+    }
+    if regimes[LONG].name == SHORT:
+        raise InputError(f"{source}: expected a regime for {target_length} tokens with another name, got {SHORT!r}")
+    processes = Processes.joined(job.device)
+    run = RunFolder.of("finetune", job.run, plain(job), without=_NOT_IN_ITS_NAME)
+    _expect_own(run)
+    with contextlib.ExitStack() as stack:
+        if processes.is_first:
+            stack.enter_context(run.logged())
+        stack.enter_context(_only_one(run, processes))
+        display = stack.enter_context(ProgressDisplay(quiet=not processes.is_first))
+        tracking = job.track if processes.is_first else NoTracking()
+        tracker = stack.enter_context(FinetuneTracker(tracking, run.path, display.say))
+        origin = Origin.read(source, lambda folder: read_bound(folder).checkpoint)
+        asked = _asked(job, origin)
+        _expect_same(run, asked)
+        if (finished := _finished(run)) is not None:
+            _tidied(run, processes)
+            tracker.begin(asked, origin.binding.digest, plain(job))
+            tracker.result(finished.rope_config)
+            return finished
+
+        tokenizer = load_tokenizer(ModelConfig(path=str(source), trust_remote_code=job.trust_remote_code))
+        cache = cache_folder(job.cache)
+        held_out = build_windows(job.corpus, tokenizer, target_length, job.seed, cache)["held_out"]
+        loaded = origin.loaded_with(lambda: _loaded(job, source, base, processes.device))
+        check_vocabulary(held_out, vocabulary_tokens(loaded.model))
+        check_stored_names(source, merged_tensors(loaded.model))
+        prove_installable(loaded)
+        with installed(loaded, regimes[SHORT]):
+            prove_scorer(loaded)
+        dtype = _compute_dtype(job, source)
+        loss = _prepared(job, loaded, processes, dtype, regimes[SHORT])
+
+        num_tokens = job.training.num_steps * job.training.num_step_rows * target_length
+        with _first_before_the_others(processes):
+            tokens = prepare_training_tokens(
+                job.corpus,
+                tokenizer,
+                job.mixture,
+                original_length=original_length,
+                row_tokens=target_length,
+                num_tokens=num_tokens,
+                exclude=[evaluation_texts(job.corpus, tokenizer, target_length, job.seed, cache)],
+                folder=run.path / _TOKENS,
+                seed=job.seed,
+            )
+        for note in tokens.notes():
+            _log.warning("%s", note)
+            display.say(f"note: {note}")
+        mixture = Mixture(tokens, job.mixture, original_length, target_length, job.seed)
+        _check_training_vocabulary(tokens, vocabulary_tokens(loaded.model))
+
+        if processes.is_first:
+            run.describe(plain(job))
+            files.write_json(run.path / _ASKED, asked)
+        tracker.begin(asked, origin.binding.digest, plain(job))
+
+        def on_event(event: StepEvent) -> None:
+            short, long = (event.nats_per_token(regime) for regime in (SHORT, LONG))
+            losses = " ".join(f"{name} {loss:.3f}" for name, loss in ((SHORT, short), (LONG, long)) if loss is not None)
+            note = f"nats per token {losses}" if losses else ""
+            if event.measured:
+                note += " held out " + ", ".join(f"{each.name} {each.perplexity:.3f}" for each in event.measured)
+                _log.info("step %d: %s", event.step, note)
+            display.show("steps", event.step / job.training.num_steps, note)
+            tracker.update(event)
+
+        def on_spike(said: str) -> None:
+            _log.warning("%s", said)
+            display.say(f"note: {said}")
+
+        training = FineTuning(
+            loaded,
+            loss,
+            mixture,
+            regimes,
+            job.training,
+            held_out=[
+                HeldOut(SHORT, SHORT, held_out.cut(original_length)),
+                HeldOut(LONG, LONG, held_out),
+            ],
+            folder=run.path,
+            identity={**asked, "rows": mixture.fingerprint},
+            seed=job.seed,
+            processes=processes,
+            compute_dtype=dtype,
+            stored_dtypes=stored_dtypes(source),
+            on_event=on_event,
+            on_spike=on_spike,
+        )
+        measured = training.run()
+
+        usage = mixture.usage(job.training.num_steps, job.training.num_step_rows)
+        rows = [
+            _row(each, method, length)
+            for method, step in ((BEFORE, 0), (AFTER, job.training.num_steps))
+            for each, length in zip(measured[step], (original_length, target_length), strict=True)
+        ]
+        record = {
+            "asked": asked,
+            "base": {"digest": origin.binding.digest, "search_seed": base.search.get("seed")},
+            "mixture": {**tokens.to_json(), "usage": [each.to_json() for each in usage]},
+            "num_processes": processes.num_processes,
+            "num_training_tokens": num_tokens,
+        }
+        rope_config = _written(run, source, base, regimes, rows, record, loaded, processes)
+        _tidied(run, processes)
+        tracker.result(rope_config)
+        return _outcome(run, rope_config)
+
+
+@contextlib.contextmanager
+def _only_one(run: RunFolder, processes: Processes) -> Iterator[None]:
+    """Within the block no other fine-tuning works in this run folder. InputError where one does."""
+    if not processes.is_first:
+        yield
+        return
+    with claimed(run.path / _LOCK) as held:
+        if not held:
+            raise InputError(
+                f"run: expected a run folder that nobody is at work in, got {run.path}, where a fine-tuning is under "
+                "way; wait for it, or give another with run="
+            )
+        yield
+
+
+@contextlib.contextmanager
+def _first_before_the_others(processes: Processes) -> Iterator[None]:
+    """The block is for the first process alone at first, then for the others, who find what it has made."""
+    if not processes.is_first:
+        processes.wait_for_all()
+    yield
+    if processes.is_first:
+        processes.wait_for_all()
+
+
+def _asked(job: FinetuneJob, origin: Origin) -> dict[str, Any]:
+    """All that the weights that come out depend on, as JSON values, but for the tokens themselves."""
+    training = {name: value for name, value in plain(job.training).items() if name not in _NOT_IN_ITS_RESULT}
+    return {
+        **origin.identity,
+        "training": training,
+        "mixture": plain(job.mixture),
+        # Who is given the checkpoint need not know where the texts lie.
+        "corpus": {**plain(job.corpus), "path": files.sha256_of_json(job.corpus.path)},
+        "attention": job.attention.name,
+        "seed": job.seed,
+    }
+
+
+def _expect_own(run: RunFolder) -> None:
+    """InputError where the run folder holds other things than a fine-tuning; nothing is written there then."""
+    ours = {"log.txt", _LOCK, _TOKENS, LAUNCHER_FOLDER}  # of one that was killed before it was described
+    others = sorted({entry.name for entry in run.path.iterdir()} - ours)
+    if others and not (run.path / _ASKED).is_file() and not (run.path / CONFIG).is_file():
+        raise InputError(
+            f"run: expected a new folder or that of a fine-tuning, got {run.path}, which holds {others[0]}"
+            f"{f' and {len(others) - 1} more' if len(others) > 1 else ''}; give another with run="
+        )
+
+
+def _expect_same(run: RunFolder, asked: Mapping[str, Any]) -> None:
+    """InputError where the run folder holds a fine-tuning that was asked otherwise."""
+    path = run.path / _ASKED
+    if not path.is_file():
+        return
+    there = _by_key(read_json_object(path))
+    here = _by_key(asked)
+    differing = [key for key in dict.fromkeys((*there, *here)) if there.get(key) != here.get(key)]
+    if differing:
+        raise InputError(
+            f"run: expected the fine-tuning that {run.path} was begun with, got another; give another run folder, or "
+            "the same again:\n"
+            + "\n".join(f"  {key}: {there.get(key)} there, {here.get(key)} asked" for key in differing)
+        )
+
+
+def _by_key(value: Any, prefix: str = "") -> dict[str, Any]:
+    """The values of nested objects by their dotted keys."""
+    if not isinstance(value, Mapping):
+        return {prefix: value}
+    found: dict[str, Any] = {}
+    for key, inner in value.items():
+        found |= _by_key(inner, f"{prefix}.{key}" if prefix else key)
+    return found
+
+
+def _finished(run: RunFolder) -> FinetuneOutcome | None:
+    """The result of a run that has come to its end, or None."""
+    if not (run.path / FILE_NAME).is_file():
+        return None
+    return _outcome(run, RopeConfig.read(run.path))
+
+
+def _tidied(run: RunFolder, processes: Processes) -> None:
+    """Remove what only a training under way needs."""
+    for name in (STATES, _TOKENS, _NEW_WEIGHTS):
+        if processes.is_first and (run.path / name).is_dir():
+            files.remove_folder(run.path / name)
+
+
+def _outcome(run: RunFolder, rope_config: RopeConfig) -> FinetuneOutcome:
+    checkpoint = run.path / "checkpoint"
+    levels = [level for level in VerifyLevel if level is not VerifyLevel.logits]
+    findings = verify_folder(checkpoint, levels) if (checkpoint / FILE_NAME).is_file() else []
+    return FinetuneOutcome(
+        run_folder=run.path, checkpoint_folder=checkpoint, rope_config=rope_config, findings=findings
+    )
+
+
+def _loaded(job: FinetuneJob, source: Path, base: RopeConfig, device: torch.device) -> LoadedModel:
+    return load_unscaled(
+        source,
+        base,
+        device=str(device),
+        dtype=DType.float32,
+        attention=job.attention,
+        trust_remote_code=job.trust_remote_code,
+    )
+
+
+def _check_training_vocabulary(tokens: TrainingTokens, vocabulary: int) -> None:
+    if tokens.greatest_token_id >= vocabulary:
+        raise InputError(
+            f"expected token ids below {vocabulary}, the rows of the model's embedding, got {tokens.greatest_token_id} "
+            "in the training texts; the tokenizer belongs to another model"
+        )
+
+
+def _compute_dtype(job: FinetuneJob, source: Path) -> torch.dtype:
+    if job.training.precision is Precision.auto:
+        return torch.float32 if torch.float32 in stored_dtypes(source).values() else torch.bfloat16
+    return torch.float32 if job.training.precision is Precision.float32 else torch.bfloat16
+
+
+def _prepared(
+    job: FinetuneJob, loaded: LoadedModel, processes: Processes, dtype: torch.dtype, short: Regime
+) -> RowLoss:
+    """The model ready to be trained: proven, with adapters or all weights free, sharded over the processes."""
+    model: Any = loaded.model
+    if job.mixture.shares[0] > 0:
+        with installed(loaded, short):
+            prove_documents_apart(loaded, RowLoss(model))
+    teacher = None
+    if job.training.distill_weight > 0:
+        frozen = _loaded(job, loaded.folder, RopeConfig.read(loaded.folder), processes.device)
+        teacher = RowLoss(frozen.model)
+        shard(teacher, processes, dtype)
+    model.requires_grad_(True)
+    if job.training.adapter is Adapter.lora:
+        add_adapter(model, job.training, job.seed)
+    loss = RowLoss(model, teacher)
+    shard(loss, processes, dtype)
+    loss.train()
+    return loss
+
+
+def _row(measured: Measurement, method: str, length: int) -> Evaluation:
+    nats, num_windows = float(measured.window_nats.sum()), len(measured.window_nats)
+    return Evaluation(
+        method=method,
+        split="held_out",
+        length=length,
+        nats=nats,
+        tokens=measured.num_window_tokens * num_windows,
+        block_edges=(0, length),
+        block_nats=(nats,),
+        block_tokens=(measured.num_window_tokens * num_windows,),
+        window_nats=tuple(measured.window_nats.tolist()),
+        window_tokens=(measured.num_window_tokens,) * num_windows,
+    )
+
+
+def _written(
+    run: RunFolder,
+    source: Path,
+    base: RopeConfig,
+    regimes: Mapping[str, Regime],
+    rows: Sequence[Evaluation],
+    record: Mapping[str, Any],
+    loaded: LoadedModel,
+    processes: Processes,
+) -> RopeConfig:
+    """Write the new weights and, bound to them, the checkpoint folder and rope_config.json; all processes take part."""
+    tensors = merged_tensors(loaded.model)
+    if not processes.is_first:
+        write_weights(source, None, base, lambda name: tensors[name]())
+        processes.wait_for_all()
+        return RopeConfig.read(run.path)
+    plain_folder = run.path / _NEW_WEIGHTS
+    if plain_folder.is_dir():  # of a run that was killed before its end
+        files.remove_folder(plain_folder)
+    try:
+        with files.folder_beside(plain_folder) as stage:
+            write_weights(source, stage / "checkpoint", base, lambda name: tensors[name]())
+    except OSError as error:
+        raise InputError(
+            f"{run.path}: expected a place to write the new weights to, got {error.strerror or error}; the state after "
+            "the last step is kept: make room, then give the same command again"
+        ) from error
+    folder = plain_folder / "checkpoint"
+    rope_config = RopeConfig(
+        target_length=base.target_length,
+        geometry=base.geometry,
+        regimes=(regimes[SHORT], regimes[LONG]),
+        checkpoint=checkpoint_binding(folder),
+        base_checkpoint=base.checkpoint,
+        search=base.search,
+        training={**record, "regimes": {name: regime_json(regime) for name, regime in regimes.items()}},
+        evaluation=[row.to_json() for row in rows],
+        versions=versions(),
+    )
+    checkpoint = run.path / "checkpoint"
+    if checkpoint.is_dir():
+        files.remove_folder(checkpoint)
+    write_checkpoint_folder(folder, checkpoint, rope_config, WeightsMode.copy, allow_unportable=True)
+    rope_config.write(run.path / FILE_NAME)
+    processes.wait_for_all()
+    return rope_config

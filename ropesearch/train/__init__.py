@@ -1,0 +1,1 @@
+"""Mixed-length fine-tuning: short rows under the plain table, long rows under the searched one."""
