@@ -83,7 +83,8 @@ def finetune(job: FinetuneJob) -> FinetuneOutcome:
         raise InputError(f"{source}: expected a regime for {target_length} tokens with another name, got {SHORT!r}")
     processes = Processes.joined(job.device)
     run = RunFolder.of("finetune", job.run, plain(job), without=_NOT_IN_ITS_NAME)
-    _expect_own(run)
+    if processes.is_first:
+        _expect_own(run)
     with contextlib.ExitStack() as stack:
         if processes.is_first:
             stack.enter_context(run.logged())
@@ -289,12 +290,14 @@ def _outcome(run: RunFolder, rope_config: RopeConfig) -> FinetuneOutcome:
     )
 
 
-def _loaded(job: FinetuneJob, source: Path, base: RopeConfig, device: torch.device) -> LoadedModel:
+def _loaded(
+    job: FinetuneJob, source: Path, base: RopeConfig, device: torch.device, dtype: DType = DType.float32
+) -> LoadedModel:
     return load_unscaled(
         source,
         base,
         device=str(device),
-        dtype=DType.float32,
+        dtype=dtype,
         attention=job.attention,
         trust_remote_code=job.trust_remote_code,
     )
@@ -324,9 +327,10 @@ def _prepared(
             prove_documents_apart(loaded, RowLoss(model))
     teacher = None
     if job.training.distill_weight > 0:
-        frozen = _loaded(job, loaded.folder, RopeConfig.read(loaded.folder), processes.device)
+        # Whole in every process: it is asked for its states and its logits, not for one forward pass.
+        held = DType.float32 if dtype == torch.float32 else DType.bfloat16
+        frozen = _loaded(job, loaded.folder, RopeConfig.read(loaded.folder), processes.device, held)
         teacher = RowLoss(frozen.model)
-        shard(teacher, processes, dtype)
     model.requires_grad_(True)
     if job.training.adapter is Adapter.lora:
         add_adapter(model, job.training, job.seed)

@@ -158,7 +158,6 @@ class FineTuning:
         self._parameters = {name: each for name, each in loss.named_parameters() if each.requires_grad}
         self._optimizer = _optimizer(self._parameters, config)
         self._states = TrainingStates(folder / STATES, identity, config.num_kept_states, processes)
-        self._events: list[dict[str, Any]] = []
 
     def run(self) -> dict[int, list[Measurement]]:
         """Train; returns what was measured, by number of steps done (0: before the first).
@@ -322,10 +321,9 @@ class FineTuning:
         loss = event.nats_per_token(LONG) or event.nats_per_token(SHORT)
         if loss is not None and (said := self._spikes.seen(event.step, loss)):
             self._on_spike(said)
-        self._events.append(event.to_json())
         if self._processes.is_first:
             with (self._folder / METRICS).open("a", encoding="utf-8") as file:
-                file.write(json.dumps(self._events[-1], allow_nan=False) + "\n")
+                file.write(json.dumps(event.to_json(), allow_nan=False) + "\n")
         self._on_event(event)
 
     def _recalled(self, done: int) -> dict[int, list[Measurement]]:
