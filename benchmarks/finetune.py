@@ -68,9 +68,9 @@ VARIANTS: dict[str, tuple[str, Sequence[str], str]] = {
 class Unmasked(Mixture):
     """Short rows as one sequence, as trainers have them that pack without masks."""
 
-    def batch(self, step: int, num_rows: int, rows: slice = slice(None)) -> tuple[MicroBatch, ...]:
+    def batch(self, step: int, num_rows: int) -> tuple[MicroBatch, ...]:
         """As the mixture's, but for the short rows."""
-        return tuple(map(_in_one, super().batch(step, num_rows, rows)))
+        return tuple(map(_in_one, super().batch(step, num_rows)))
 
 
 def _in_one(micro: MicroBatch) -> MicroBatch:

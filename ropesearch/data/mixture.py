@@ -113,8 +113,8 @@ class Mixture:
         identity = [tokens.fingerprint, asdict(mixture), original_length, row_tokens, seed]
         self.fingerprint = sha256_of_json(identity)
 
-    def batch(self, step: int, num_rows: int, rows: slice = slice(None)) -> tuple[MicroBatch, ...]:
-        """The rows of a step in a training of `num_rows` rows a step, or only those of the slice; short ones first.
+    def batch(self, step: int, num_rows: int) -> tuple[MicroBatch, ...]:
+        """The rows of a step in a training of `num_rows` rows a step; short ones first.
 
         Raises:
             InputError: step is below 0, or num_rows below 1.
@@ -127,7 +127,7 @@ class Mixture:
             for bucket, (first, end) in enumerate(zip(before, after, strict=True))
             for row in range(first, end)
         ]
-        return tuple(self._rows[bucket].row(row) for bucket, row in places[rows])
+        return tuple(self._rows[bucket].row(row) for bucket, row in places)
 
     def usage(self, num_steps: int, num_rows: int) -> tuple[BucketUsage, ...]:
         """What the first `num_steps` steps of `num_rows` rows read, by bucket."""

@@ -38,8 +38,8 @@ class Schedule(Enum):
 class TrainingConfig:
     """Steps, optimizer and memory of a fine-tuning. Raises InputError for values out of range.
 
-    The defaults are LongRoPE2's (arXiv 2502.20082, section 4.1): AdamW with betas 0.9 and 0.95, a rate of 2e-5 that
-    falls by a cosine, 64 rows a step.
+    Rate, schedule and rows a step are LongRoPE2's (arXiv 2502.20082); AdamW with betas 0.9 and 0.95, no weight decay
+    and a clipping at 1 are those of its released training.
     """
 
     num_steps: int = setting(1000, "optimizer steps")

@@ -32,7 +32,7 @@ from ropesearch.seeding import stream
 from ropesearch.train.config import TrainingConfig
 from ropesearch.train.loss import RowLoss
 from ropesearch.train.processes import Processes
-from ropesearch.train.regimes import RegimeSwitch, rows_of
+from ropesearch.train.regimes import RegimeSwitch
 from ropesearch.train.spikes import SpikeWatch
 from ropesearch.train.state import TrainingStates
 from ropesearch.train.weights import whole
@@ -264,14 +264,14 @@ class FineTuning:
     ) -> tuple[float, float]:
         """Add a micro-batch's gradient; returns its nats and its divergence from the base."""
         device = self._processes.device
-        is_scored = rows_of(micro.is_scored, device) & counts
+        token_ids, position_ids, is_scored = (
+            torch.from_numpy(each).to(device) for each in (micro.token_ids, micro.position_ids, micro.is_scored)
+        )
         distils = self._config.distill_weight > 0 and micro.regime == SHORT
         torch.manual_seed(int(stream(self._seed, "train.dropout", place[0]).integers(2**62)) + place[1])
         again = recomputed(self._loaded.model) if self._config.checkpoint_activations else contextlib.nullcontext()
         with self._switch.within(micro.regime), self._in_precision(), again:
-            nats, divergence = self._loss(
-                rows_of(micro.token_ids, device), rows_of(micro.position_ids, device), is_scored, distils
-            )
+            nats, divergence = self._loss(token_ids, position_ids, is_scored & counts, distils)
             # Sharded gradients are means over the processes.
             weighted = (nats + self._config.distill_weight * divergence) * self._processes.num_processes / num_scored
             weighted.backward()
@@ -292,7 +292,8 @@ class FineTuning:
             for start in range(0, windows.num_windows, self._processes.num_processes):
                 place = start + self._processes.rank
                 index = place if place < windows.num_windows else start
-                token_ids = rows_of(windows.token_ids[index : index + 1].astype(np.int64), self._processes.device)
+                token_ids = torch.from_numpy(windows.token_ids[index : index + 1].astype(np.int64))
+                token_ids = token_ids.to(self._processes.device)
                 is_scored = torch.ones_like(token_ids, dtype=torch.bool)
                 is_scored[:, 0] = False
                 positions = torch.arange(token_ids.shape[1], device=token_ids.device)[None]

@@ -2,7 +2,6 @@
 
 import contextlib
 from collections.abc import Iterator, Mapping
-from typing import Any
 
 import torch
 
@@ -70,8 +69,3 @@ def prove_documents_apart(loaded: LoadedModel, loss: RowLoss) -> None:
     before = [states(document, second, packed=False) for document in (first, other)]
     if torch.equal(*before):
         raise InputError(f"{where}: a token does not depend on what was before it in its row; nothing long is learnt")
-
-
-def rows_of(token_ids: Any, device: torch.device) -> torch.Tensor:
-    """An array of a micro-batch as a tensor where the model is."""
-    return torch.as_tensor(token_ids).to(device)

@@ -185,13 +185,6 @@ def test_a_batch_is_ones_own() -> None:
     assert as_lists(mixture.batch(3, 4)) == expected
 
 
-def test_part_of_a_steps_rows() -> None:
-    mixture = mixture_of(EXAMPLE)
-    whole = as_lists(mixture.batch(5, 7))
-    for rank in range(3):
-        assert as_lists(mixture.batch(5, 7, slice(rank, None, 3))) == whole[rank::3]
-
-
 def test_passes_differ_in_order_and_seeds_too() -> None:
     lengths = [[8] * 12, [10] * 12, [20] * 12]
     config = MixtureConfig(long_bounds=[15], shares=[0.4, 0.2, 0.4])
