@@ -19,6 +19,7 @@ from ropesearch.search.trials import (
     PLAN,
     rank,
     ranked,
+    recorded_plan,
     recorded_regime,
     recorded_steps,
     violation,
@@ -131,11 +132,10 @@ class GradientSampler(CandidateSampler):
 
     def next_step(self, trials: Sequence[FrozenTrial], number: int) -> StepAsked | None:
         """The next step of trial `number`'s leg."""
-        trial = trials[number]
-        plan = trial.user_attrs.get(PLAN) or self.plan(trials, number)
+        plan = recorded_plan(trials, number) or self.plan(trials, number)
         if plan is None:
             return None
-        steps = recorded_steps(trial)
+        steps = recorded_steps(trials[number])
         if len(steps) >= plan[NUM_STEPS]:
             return None
         descent = self._replayed(trials, plan, [*plan[_LEGS], number])
@@ -143,7 +143,7 @@ class GradientSampler(CandidateSampler):
 
     def propose(self, trials: Sequence[FrozenTrial], number: int) -> Candidate:
         """As all samplers; the candidate of a leg is the mean of its descent's last iterates."""
-        plan = trials[number].user_attrs.get(PLAN)
+        plan = recorded_plan(trials, number)
         if plan is None:
             return super().propose(trials, number)
         average = self._replayed(trials, plan, [*plan[_LEGS], number]).average

@@ -25,6 +25,7 @@ import optuna
 import sqlalchemy
 from optuna.exceptions import ExperimentalWarning, StorageInternalError, UpdateFinishedTrialError
 from optuna.storages import BaseStorage, JournalStorage, RDBStorage
+from optuna.trial import FrozenTrial
 
 from ropesearch.errors import InputError, UnreachableError
 from ropesearch.files import write_json
@@ -91,7 +92,7 @@ def open_store(run_folder: Path, config: StorageConfig) -> Store:
         was_begun = (run_folder / WHERE_NAME).exists()
         rdb = open_postgresql(config.url, _PATIENCE_SECONDS if was_begun else 0.0)
         storage, close = optuna.storages.get_storage(rdb), functools.partial(_close, rdb)
-        lock = functools.partial(_locked, _engine_of(config.url))
+        lock = functools.partial(_locked, rdb.engine)
     elif isinstance(config, GrpcConfig):
         storage = _open_grpc(config)
         close = storage.close
@@ -262,7 +263,7 @@ def _close(rdb: RDBStorage) -> None:
 
 
 def _engine_of(url: str) -> Any:
-    """Connections for locks, each closed after use."""
+    """Connections that are closed after use."""
     return sqlalchemy.create_engine(
         url, poolclass=sqlalchemy.pool.NullPool, connect_args=_engine_options()["connect_args"]
     )
@@ -387,7 +388,7 @@ def _patient_method(name: str) -> Any:
 
 def _patient(storage_class: type) -> type:
     for name in dir(BaseStorage):
-        if not name.startswith("_") and callable(getattr(BaseStorage, name)):
+        if not name.startswith("_") and callable(getattr(BaseStorage, name)) and name not in vars(storage_class):
             setattr(storage_class, name, _patient_method(name))
     return abc.update_abstractmethods(storage_class)
 
@@ -397,8 +398,23 @@ class Patient(BaseStorage):
     """A storage whose every call is made patiently.
 
     A call whose answer was lost is made again. That is safe: attributes are set to the same values, a trial that was
-    made twice is one without owner, which the next worker takes over, and a trial that was told twice stays as it was.
+    told twice stays as it was, and one that is made from a template with a number is not made twice.
     """
 
     def __init__(self, inner: BaseStorage) -> None:
         self._inner = inner
+
+    def create_new_trial(self, study_id: int, template_trial: FrozenTrial | None = None) -> int:
+        """As the storage's. The template's number is how many trials there are; nobody else makes one meanwhile."""
+        num_calls = 0
+
+        def create() -> int:
+            nonlocal num_calls
+            num_calls += 1
+            if num_calls > 1 and template_trial is not None:
+                made = self._inner.get_all_trials(study_id, deepcopy=False)[template_trial.number :]
+                if made:  # the call before has arrived, only its answer was lost
+                    return int(made[0]._trial_id)
+            return int(self._inner.create_new_trial(study_id, template_trial))
+
+        return patiently(create)

@@ -97,6 +97,11 @@ def recorded_candidate(trial: FrozenTrial) -> Candidate | None:
     return None if value is None else Candidate(tuple(value[0]), value[1], value[2])
 
 
+def recorded_plan(trials: Sequence[FrozenTrial], number: int) -> dict[str, Any] | None:
+    """The plan that trial `number` carries; None where it carries none, or is not there yet."""
+    return trials[number].user_attrs.get(PLAN) if number < len(trials) else None
+
+
 def recorded_regime(trial: FrozenTrial | Trial, max_length: int) -> Regime:
     """The regime that a trial carries, named by its method.
 

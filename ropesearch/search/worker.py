@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from datetime import datetime
 from typing import Any
 
 from optuna import Trial
@@ -23,7 +24,7 @@ from ropesearch.score.objective import Objective
 from ropesearch.score.score import Score
 from ropesearch.search.budget import Budget
 from ropesearch.search.once import POLL_SECONDS, GuardReference, guard_score, no_guard_score
-from ropesearch.search.parameters import candidate_of, suggest
+from ropesearch.search.parameters import distributions, parameters, suggest
 from ropesearch.search.presence import Presence
 from ropesearch.search.racing import Racing
 from ropesearch.search.sampler import CandidateSampler
@@ -47,6 +48,7 @@ from ropesearch.search.trials import (
     Step,
     candidate_json,
     ranked,
+    recorded_plan,
     recorded_regime,
     recorded_score,
     recorded_steps,
@@ -138,7 +140,7 @@ class Worker:
                 trials = self.opened.trials()
                 trial = self._adopt(trials)
                 if trial is None and self._goes_on(trials):
-                    trial = self._own(self.opened.study.ask())
+                    trial = self._begin(trials)
             if trial is not None:
                 self._work_on(trial)
             elif all(other.state.is_finished() for other in trials):
@@ -151,14 +153,11 @@ class Worker:
         return len(trials) < len(self.baselines) or not self.limits.reached(trials)
 
     def _adopt(self, trials: Sequence[FrozenTrial], number: int | None = None) -> Trial | None:
-        """Take over the first unfinished trial (or that of `number`) whose worker is dead. Needs the exclusive lock.
-
-        A trial without owner was killed while it was asked, as asking is done under that lock too.
-        """
+        """Take over the first unfinished trial (or that of `number`) whose worker is dead. Needs the exclusive lock."""
         for trial in trials:
             if trial.state.is_finished() or number not in (None, trial.number):
                 continue
-            owner = trial.user_attrs.get(OWNER)
+            owner = trial.user_attrs.get(OWNER)  # none has a trial that another program asked for
             if owner is None or not self.presence.is_alive(owner):
                 if owner is not None:
                     _log.info("trial %d: taken over from worker %s", trial.number, owner)
@@ -166,48 +165,56 @@ class Worker:
                 return self._own(Trial(self.opened.study, trial._trial_id))
         return None
 
+    def _begin(self, trials: Sequence[FrozenTrial]) -> Trial:
+        """A new trial after these, written at once with who scores it and what is scored. Needs the exclusive lock."""
+        number = len(trials)
+        content, candidate = self._content(trials, number)
+        space = self.sampler.space
+        template = FrozenTrial(
+            number=number,
+            trial_id=-1,
+            state=TrialState.RUNNING,
+            value=None,
+            datetime_start=datetime.now(),
+            datetime_complete=None,
+            params={} if candidate is None else parameters(space, candidate),
+            distributions={} if candidate is None else distributions(space),
+            user_attrs={OWNER: self.presence.id, **content},
+            system_attrs={},
+            intermediate_values={},
+        )
+        study = self.opened.study
+        return Trial(study, study._storage.create_new_trial(study._study_id, template))
+
     def _own(self, trial: Trial) -> Trial:
-        """Write into a trial who scores it and, unless it is there yet, what is scored. Needs the exclusive lock."""
-        known = trial.user_attrs
-        if REGIME in known:
-            with self.opened.store.together():
-                trial.set_user_attr(OWNER, self.presence.id)
-                self._suggest(trial)
-            return trial
-        if trial.number < len(self.baselines):
-            regime, candidate = self.baselines[trial.number], None
-        elif self._needs_steps(trial):
-            return trial
-        else:
-            candidate = self._proposal(trial)
-            regime = self.sampler.space.regime(candidate)
+        """Write into an unfinished trial that this worker scores it and, unless it is there yet, what is scored. Needs
+        the exclusive lock.
+        """
+        content: dict[str, Any] = {}
+        if REGIME not in trial.user_attrs:
+            content, _ = self._content(self.opened.trials(), trial.number)
         with self.opened.store.together():
-            trial.set_user_attr(OWNER, self.presence.id)
-            if candidate is not None:
-                trial.set_user_attr(CANDIDATE, candidate_json(candidate))
-            trial.set_user_attr(METHOD, regime.name)
-            trial.set_user_attr(REGIME, regime_json(regime))
-            self._suggest(trial)
+            for key, value in {OWNER: self.presence.id, **content}.items():
+                trial.set_user_attr(key, value)
+            if CANDIDATE in trial.user_attrs:
+                suggest(self.sampler.space, trial)  # for Optuna's dashboard and its own samplers
         return trial
 
-    def _needs_steps(self, trial: Trial) -> bool:
-        """Whether gradient steps are left before the candidate follows; the trial is owned then, its plan written."""
-        plan = trial.user_attrs.get(PLAN) or self.sampler.plan(self.opened.trials(), trial.number)
-        if plan is None:
-            return False
-        with self.opened.store.together():
-            trial.set_user_attr(OWNER, self.presence.id)
-            trial.set_user_attr(METHOD, SEARCHED)
-            trial.set_user_attr(PLAN, plan)
-        return self.sampler.next_step(self.opened.trials(), trial.number) is not None
-
-    def _proposal(self, trial: Trial) -> Candidate:
-        return candidate_of(self.sampler.space, trial.relative_params)
-
-    def _suggest(self, trial: Trial) -> None:
-        """Let Optuna store the parameters of a searched trial, for its dashboard and its own samplers."""
-        if trial.number >= len(self.baselines):
-            suggest(self.sampler.space, trial)
+    def _content(self, trials: Sequence[FrozenTrial], number: int) -> tuple[dict[str, Any], Candidate | None]:
+        """Attributes that say what is scored in trial `number`, or which gradient steps come first; none as long as
+        some of these are left. And the candidate, if it is one.
+        """
+        if number < len(self.baselines):
+            regime = self.baselines[number]
+            return {METHOD: regime.name, REGIME: regime_json(regime)}, None
+        if recorded_plan(trials, number):
+            if self.sampler.next_step(trials, number) is not None:
+                return {}, None
+        elif plan := self.sampler.plan(trials, number):
+            return {METHOD: SEARCHED, PLAN: plan}, None
+        candidate = self.sampler.propose(trials, number)
+        regime = self.sampler.space.regime(candidate)
+        return {CANDIDATE: candidate_json(candidate), METHOD: regime.name, REGIME: regime_json(regime)}, candidate
 
     def _finish(self, trial: Trial) -> None:
         """Score an owned trial, as far as racing lets it, or take over the score of the same regime; tell the study."""

@@ -10,6 +10,8 @@ import pytest
 import sqlalchemy
 from optuna.exceptions import StorageInternalError, UpdateFinishedTrialError
 from optuna.storages import BaseStorage, InMemoryStorage
+from optuna.study import StudyDirection
+from optuna.trial import TrialState, create_trial
 
 from ropesearch.errors import InputError, UnreachableError
 from ropesearch.search.sharing_config import GrpcConfig, JournalConfig, PostgresqlConfig, WorkerConfig
@@ -248,6 +250,18 @@ def test_a_study_on_a_flaky_storage_is_as_on_a_sound_one(monkeypatch: pytest.Mon
         trials = [trial for trial in study.get_trials() if "place" in trial.user_attrs]
         found.append([(trial.user_attrs, trial.params.keys(), trial.state) for trial in trials])
     assert found[0] == found[1] and Flaky.num_calls > 100
+
+
+def test_a_trial_with_a_number_is_made_once_though_answers_are_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("time.sleep", lambda seconds: None)
+    storage = Patient(Flaky())
+    study_id = storage.create_new_study([StudyDirection.MINIMIZE])
+    for number in range(20):
+        template = create_trial(state=TrialState.RUNNING, user_attrs={"place": number})
+        template.number = number
+        trial_id = storage.create_new_trial(study_id, template)
+        assert storage.get_trial(trial_id).number == number
+    assert [trial.user_attrs for trial in storage.get_all_trials(study_id)] == [{"place": i} for i in range(20)]
 
 
 def test_every_method_of_a_storage_is_patient() -> None:
