@@ -48,9 +48,10 @@ NUM_NEEDLES = 200
 SEEDS = (0, 1, 2)
 # The table that is fine-tuned, further words of the job, and what it is.
 VARIANTS: dict[str, tuple[str, Sequence[str], str]] = {
-    "default": ("searched", (), "the searched table, short and long rows"),
-    "yarn": ("yarn", (), "YaRN's table, short and long rows"),
-    "linear": ("linear", (), "linear interpolation, short and long rows"),
+    "default": ("searched", (), "the searched table, short rows and long ones, some of these with a needle"),
+    "yarn": ("yarn", (), "YaRN's table, the same rows"),
+    "linear": ("linear", (), "linear interpolation, the same rows"),
+    "no needles": ("searched", ("mixture.needle_share=0",), "as default, but prose alone"),
     "long rows alone": ("searched", ("mixture.shares=[0,1]",), "the searched table, no short rows"),
     "control": (
         "searched",

@@ -1,6 +1,7 @@
 """What workers lose to coordination: so many on one study, against as many processes that score the same on their own.
 
-    python -m benchmarks.workers [OUT] [--num-workers 4] [--num-candidates 96] [--num-repeats 3] [--storage-url URL]
+    python -m benchmarks.workers [OUT] [--num-workers 4] [--num-candidates 96] [--target-length 2048]
+        [--num-repeats 3] [--storage-url URL]
 
 Both ways the same candidates (random ones, which do not depend on each other) of the demo model are scored by as many
 processes with one thread each, which wait for each other before they begin; the two ways take turns. The workers ask,
@@ -42,14 +43,15 @@ from ropesearch.search.spaces import make_space
 from ropesearch.search.study import open_study
 
 RESULTS = Path(__file__).parent / "results"
-TARGET_LENGTH = 1024
 WAYS = ("together", "alone")
 
 
-def work(out: Path, run: Path, place: int, num_workers: int, num_candidates: int, way: str, url: str | None) -> None:
+def work(options: argparse.Namespace) -> None:
     """One process: load, say so, wait for the start, work; then leave when it began and ended."""
     import torch
 
+    out, target_length, url = options.out, options.target_length, options.storage_url
+    run = out / options.way
     torch.set_num_threads(1)
     config = ModelConfig(path=str(out / "demo" / "model"))
     scorer = JobScorer(
@@ -57,21 +59,21 @@ def work(out: Path, run: Path, place: int, num_workers: int, num_candidates: int
     )
     loaded, scoring = scorer.loaded, ScoringConfig()
     corpus = CorpusConfig(path=str(out / "demo" / "texts"))
-    windows = build_windows(corpus, loaded.tokenizer, TARGET_LENGTH, 0, None)["search"]
-    baselines = baseline_regimes(loaded.geometry, TARGET_LENGTH)
-    space = make_space(loaded.geometry, TARGET_LENGTH, SpaceConfig())
+    windows = build_windows(corpus, loaded.tokenizer, target_length, 0, None)["search"]
+    baselines = baseline_regimes(loaded.geometry, target_length)
+    space = make_space(loaded.geometry, target_length, SpaceConfig())
     sampler = make_sampler(space, RandomConfig(), 0, [], len(baselines), windows.num_windows)
     regimes = [*baselines]
-    for number in range(len(baselines), len(baselines) + num_candidates):
+    for number in range(len(baselines), len(baselines) + options.num_candidates):
         regimes.append(space.regime(sampler.propose([], number)))
     opened = open_study(run, {}, sampler, storage=PostgresqlConfig(url=url) if url else JournalConfig())
     ended: list[float] = []
-    (run / f"ready-{place}").touch()
+    (run / f"ready-{options.place}").touch()
     while not (run / "start").exists():
         time.sleep(0.005)
     begun = time.monotonic()
-    if way == "alone":
-        for regime in regimes[place::num_workers]:
+    if options.way == "alone":
+        for regime in regimes[options.place :: options.num_workers]:
             scorer.score(regime, windows, scoring)
         ended.append(time.monotonic())
     else:
@@ -82,14 +84,14 @@ def work(out: Path, run: Path, place: int, num_workers: int, num_candidates: int
                 lambda regime, split: scorer.score(regime, windows, scoring),
                 baselines=baselines,
                 cost_tokens=forward_equivalent_tokens(windows),
-                budget=BudgetConfig(num_trials=num_candidates),
+                budget=BudgetConfig(num_trials=options.num_candidates),
                 selection=SelectionConfig(num_finalists=1),
                 presence=presence,
                 objective=Objective(),
                 on_event=lambda event: ended.append(time.monotonic()) if event.split == "search" else None,
             )
     opened.store.close()
-    write_json(run / f"times-{place}.json", {"begun": begun, "ended": ended[-1]})
+    write_json(run / f"times-{options.place}.json", {"begun": begun, "ended": ended[-1]})
 
 
 def measured(out: Path, options: argparse.Namespace, way: str) -> float:
@@ -98,7 +100,9 @@ def measured(out: Path, options: argparse.Namespace, way: str) -> float:
     shutil.rmtree(run, ignore_errors=True)
     run.mkdir(parents=True)
     numbers = range(options.num_workers)
-    common = [str(out), "--num-workers", str(options.num_workers), "--num-candidates", str(options.num_candidates)]
+    common = [str(out)]
+    for name in ("num-workers", "num-candidates", "target-length"):
+        common += [f"--{name}", str(getattr(options, name.replace("-", "_")))]
     common += ["--storage-url", options.storage_url] if options.storage_url else []
     processes = [
         subprocess.Popen(
@@ -129,15 +133,14 @@ def main() -> int:
     parser.add_argument("out", type=Path, nargs="?", default=Path("runs/workers"), metavar="OUT")
     parser.add_argument("--num-workers", type=int, default=4)
     parser.add_argument("--num-candidates", type=int, default=96)
+    parser.add_argument("--target-length", type=int, default=2048, help="the shorter, the less a candidate takes")
     parser.add_argument("--num-repeats", type=int, default=3)
     parser.add_argument("--storage-url", help="a PostgreSQL server instead of a journal")
     parser.add_argument("--way", choices=WAYS, help=argparse.SUPPRESS)
     parser.add_argument("--place", type=int, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.way:
-        run = options.out / options.way
-        counts = (options.num_workers, options.num_candidates)
-        work(options.out, run, options.place, *counts, options.way, options.storage_url)
+        work(options)
         return 0
     try:
         write_demo(options.out / "demo")
@@ -153,7 +156,9 @@ def main() -> int:
     storage = "postgresql" if options.storage_url else "journal"
     path = RESULTS / "workers.json"
     results = json.loads(path.read_bytes()) if path.exists() else {}
-    results[storage] = {
+    results[f"{storage}, {options.target_length} tokens"] = {
+        "storage": storage,
+        "target_length": options.target_length,
         "num_workers": options.num_workers,
         "num_cpus": os.cpu_count(),
         "num_candidates": options.num_candidates,
@@ -162,13 +167,19 @@ def main() -> int:
         "versions": versions(),
     }
     write_json(path, results)
-    lines = ["| storage | workers | candidates | together / alone, median (range) |", "|---|---:|---:|---:|"]
-    for name, found in results.items():
+    lines = [
+        "| storage | target_length | workers | candidates | core-seconds for each | together / alone, median (range) |",
+        "|---|---:|---:|---:|---:|---:|",
+    ]
+    for _, found in sorted(results.items()):
         middle, spread = statistics.median(found["ratios"]), (min(found["ratios"]), max(found["ratios"]))
+        num_cores = min(found["num_cpus"], found["num_workers"])
         cells = (
-            name,
+            found["storage"],
+            found["target_length"],
             found["num_workers"],
             found["num_candidates"],
+            f"{statistics.median(found['seconds']['alone']) * num_cores / found['num_candidates']:.2f}",
             f"{middle:.3f} ({spread[0]:.3f} to {spread[1]:.3f})",
         )
         lines.append(f"| {' | '.join(map(str, cells))} |")

@@ -129,7 +129,7 @@ def finetune(job: FinetuneJob) -> FinetuneOutcome:
         for note in tokens.notes():
             _log.warning("%s", note)
             display.say(f"note: {note}")
-        mixture = Mixture(tokens, job.mixture, original_length, target_length, job.seed)
+        mixture = Mixture(tokens, job.mixture, tokenizer, original_length, target_length, job.seed)
         _check_training_vocabulary(tokens, vocabulary_tokens(loaded.model))
 
         if processes.is_first:

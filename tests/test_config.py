@@ -126,6 +126,7 @@ ALL_KEYS = {
         *CORPUS_KEYS,
         "mixture.long_bounds",
         "mixture.shares",
+        "mixture.needle_share",
         "training.num_steps",
         "training.num_step_rows",
         "training.peak_learning_rate",

@@ -154,7 +154,9 @@ def test_each_step_is_recorded(finished: Path) -> None:
     assert [event["step"] for event in events] == list(range(NUM_STEPS + 1))
     assert [event["step"] for event in events if "held_out" in event] == [0, 3, 6]
     assert events[1]["regimes"] == {"0": "short", "1": "long"}
-    assert sum(event["tokens"]["1"] for event in events[1:]) == 21 * (TARGET_LENGTH - 1)  # 70 % of 30 rows
+    num_long_tokens = 21 * (TARGET_LENGTH - 1)  # 70 % of 30 rows
+    # In three of ten of these are a fact and a question that are not scored.
+    assert 0.9 * num_long_tokens < sum(event["tokens"]["1"] for event in events[1:]) < num_long_tokens
     assert all(event["gradient_norm"] > 0 for event in events[1:])
     log = (finished / "log.txt").read_text()
     assert "step 3: nats per token short" in log and "held out short" in log

@@ -110,6 +110,11 @@ class MixtureConfig:
         "what part of the training tokens each bucket gives, 1 together: first documents of at most original_length "
         "tokens, which train the short regime, then the longer ones, one share for each bucket between the bounds",
     )
+    needle_share: float = setting(
+        0.3,
+        "what part of the long rows has a fact put into its text, and asked for at the row's end (data/needles.py): so "
+        "that retrieval over long distances is kept, which prose alone does not ask for",
+    )
 
     def __post_init__(self) -> None:
         bounds = self.long_bounds
@@ -118,6 +123,8 @@ class MixtureConfig:
         for share in self.shares:
             if not (math.isfinite(share) and share >= 0):
                 raise InputError(f"shares: expected numbers from 0 on, got {share}")
+        if not 0 <= self.needle_share <= 1:
+            raise InputError(f"needle_share: expected 0 to 1, got {self.needle_share}")
 
     def check(self, original_length: int, target_length: int) -> None:
         """Raise InputError unless these buckets can train two regimes, to original_length and to target_length."""

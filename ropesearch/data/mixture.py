@@ -8,6 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ropesearch.data.config import MixtureConfig
+from ropesearch.data.needles import Needle, Tokenizer, draw_num_fact_tokens, make_needle, most_fact_tokens
 from ropesearch.data.packing import IntArray, Packing, pack
 from ropesearch.data.row_schedule import RowSchedule
 from ropesearch.data.training_tokens import Bucket, TrainingTokens
@@ -56,14 +57,16 @@ class MicroBatch:
 class BucketUsage:
     """What a training has read of a bucket after some steps.
 
-    num_rows, num_tokens: read, without padding; num_padding_tokens: read beside them; num_passes: how often the bucket
-    was gone through; num_unused_documents, num_unused_tokens: what no row has reached yet, in part or at all.
+    num_rows, num_tokens: read, of documents; num_padding_tokens, num_needle_tokens: read beside them; num_passes: how
+    often the bucket was gone through; num_unused_documents, num_unused_tokens: what no row has reached yet, in part or
+    at all.
     """
 
     lengths: str
     num_rows: int
     num_tokens: int
     num_padding_tokens: int
+    num_needle_tokens: int
     num_passes: float
     num_unused_documents: int
     num_unused_tokens: int
@@ -81,13 +84,24 @@ class Mixture:
 
     A long row is one sequence: the documents of its bucket one after the other, cut every row_tokens, with positions
     from 0 to row_tokens - 1 and full attention over all of it (LongRoPE2, figure 5); the first token
-    alone is not scored. A short row is row_tokens // original_length sequences of original_length tokens in which
+    alone is not scored. In `needle_share` of a bucket's long rows, evenly spread, a fact stands at a uniformly drawn
+    place, and the question for it with its answer at the end (`needles.make_needle`, drawn from the stream
+    "mixture/<bucket>/needles" and the row's number). What they take the documents go on with in the next row. The fact
+    and the question, which nothing before them tells, are not scored.
+
+    A short row is row_tokens // original_length sequences of original_length tokens in which
     documents stand whole (`packing.pack`), each with positions of its own from 0 on and its first token not scored;
     what is left at the end of a sequence is padding, a document of its own of which nothing is scored.
     """
 
     def __init__(
-        self, tokens: TrainingTokens, mixture: MixtureConfig, original_length: int, row_tokens: int, seed: int
+        self,
+        tokens: TrainingTokens,
+        mixture: MixtureConfig,
+        tokenizer: Tokenizer,
+        original_length: int,
+        row_tokens: int,
+        seed: int,
     ) -> None:
         """Raises:
         InputError: the mixture does not fit the lengths, or the tokens were not prepared for it.
@@ -104,11 +118,23 @@ class Mixture:
                 f"mixture: expected training tokens in the buckets {bounds} with the shares {mixture.shares}, got "
                 f"{held}; prepare them with this mixture"
             )
+        if (
+            mixture.needle_share
+            and any(mixture.shares[1:])
+            and (num_fact_tokens := most_fact_tokens(tokenizer)) > row_tokens // 2
+        ):
+            raise InputError(
+                f"mixture.needle_share: expected rows of at least {2 * num_fact_tokens} tokens for facts and their "
+                f"questions with this tokenizer, got target_length {row_tokens}; give mixture.needle_share=0"
+            )
         self._schedule = RowSchedule(mixture.shares)
         short, *longer = tokens.buckets
         self._rows: list[_ShortRows | _LongRows] = [
             _ShortRows(short, original_length, row_tokens, tokens.padding_token_id, seed),
-            *(_LongRows(bucket, index, row_tokens, seed) for index, bucket in enumerate(longer, start=1)),
+            *(
+                _LongRows(bucket, index, row_tokens, seed, _Needles(tokenizer, mixture.needle_share, index, seed))
+                for index, bucket in enumerate(longer, start=1)
+            ),
         ]
         identity = [tokens.fingerprint, asdict(mixture), original_length, row_tokens, seed]
         self.fingerprint = sha256_of_json(identity)
@@ -135,14 +161,45 @@ class Mixture:
         return tuple(rows.usage(count) for rows, count in zip(self._rows, counts, strict=True))
 
 
+class _Needles:
+    """Which rows of a bucket have a fact and its question, and which."""
+
+    def __init__(self, tokenizer: Tokenizer, share: float, index: int, seed: int) -> None:
+        self._tokenizer = tokenizer
+        self._schedule = RowSchedule([1.0 - share, share])
+        self._index = index
+        self._seed = seed
+
+    def num_tokens(self, number: int) -> int:
+        """What fact, question and answer of row `number` take; 0 where it has none."""
+        return draw_num_fact_tokens(self._tokenizer, self._depth_and_rng(number)[1]) if self._has(number) else 0
+
+    def of(self, number: int, haystack_ids: npt.NDArray[np.integer], row_tokens: int) -> Needle | None:
+        """Row `number` with its fact, of these tokens of documents; None where it has none."""
+        if not self._has(number):
+            return None
+        depth, rng = self._depth_and_rng(number)
+        return make_needle(self._tokenizer, haystack_ids, row_tokens, depth, rng, prefix_ids=())
+
+    def _has(self, number: int) -> bool:
+        before, after = (self._schedule.counts(each)[1] for each in (number, number + 1))
+        return after > before
+
+    def _depth_and_rng(self, number: int) -> tuple[float, np.random.Generator]:
+        rng = stream(self._seed, f"mixture/{self._index}/needles", number)
+        return float(rng.random()), rng
+
+
 class _LongRows:
     """Rows of documents one after the other."""
 
-    def __init__(self, bucket: Bucket, index: int, row_tokens: int, seed: int) -> None:
+    def __init__(self, bucket: Bucket, index: int, row_tokens: int, seed: int, needles: _Needles) -> None:
         self._bucket = bucket
         self._index = index
         self._row_tokens = row_tokens
         self._seed = seed
+        self._needles = needles
+        self._starts = [0]  # of the rows in the tokens of the passes, as far as anybody asked
         self._order = functools.lru_cache(_KEPT_ORDERS)(self._draw_order)
 
     def _draw_order(self, number: int) -> tuple[IntArray, IntArray]:
@@ -151,9 +208,17 @@ class _LongRows:
         order = stream(self._seed, f"mixture/{self._index}", number).permutation(len(lengths))
         return order, np.cumsum(lengths[order])
 
+    def _start(self, number: int) -> int:
+        """Where row `number` begins in the tokens of the passes."""
+        while len(self._starts) <= number:
+            num_tokens = self._row_tokens - self._needles.num_tokens(len(self._starts) - 1)
+            self._starts.append(self._starts[-1] + num_tokens)
+        return self._starts[number]
+
     def row(self, number: int) -> MicroBatch:
         parts: list[npt.NDArray[np.int32]] = []
-        at, missing = number * self._row_tokens, self._row_tokens
+        at = self._start(number)
+        missing = self._start(number + 1) - at
         while missing:
             number_of_pass, place = divmod(at, self._bucket.counts.num_tokens)
             order, ends = self._order(number_of_pass)
@@ -162,20 +227,25 @@ class _LongRows:
             start = end - (int(ends[turn]) - place)
             parts.append(self._bucket.token_ids[start : min(end, start + missing)])
             at, missing = at + len(parts[-1]), missing - len(parts[-1])
+        token_ids: npt.NDArray[np.integer] = np.concatenate(parts)
         is_scored = np.ones((1, self._row_tokens), dtype=np.bool_)
         is_scored[0, 0] = False
+        if (needle := self._needles.of(number, token_ids, self._row_tokens)) is not None:
+            token_ids = needle.input_ids
+            is_scored[0, needle.needle_start : needle.needle_start + needle.needle_length] = False
+            is_scored[0, needle.answer_start - needle.question_length : needle.answer_start] = False
         return MicroBatch(
             regime=LONG,
             bucket=self._index,
-            token_ids=np.concatenate(parts).astype(np.int64)[np.newaxis],
+            token_ids=token_ids.astype(np.int64)[np.newaxis],
             position_ids=np.arange(self._row_tokens, dtype=np.int64)[np.newaxis],
             is_scored=is_scored,
-            num_scored=self._row_tokens - 1,
+            num_scored=int(is_scored.sum()),
         )
 
     def usage(self, num_rows: int) -> BucketUsage:
         counts = self._bucket.counts
-        num_tokens = num_rows * self._row_tokens
+        num_tokens = self._start(num_rows)
         num_unused_documents = 0
         if num_tokens < counts.num_tokens:
             num_unused_documents = int((self._order(0)[1] > num_tokens).sum())
@@ -184,6 +254,7 @@ class _LongRows:
             num_rows=num_rows,
             num_tokens=num_tokens,
             num_padding_tokens=0,
+            num_needle_tokens=num_rows * self._row_tokens - num_tokens,
             num_passes=num_tokens / max(1, counts.num_tokens),
             num_unused_documents=num_unused_documents,
             num_unused_tokens=max(0, counts.num_tokens - num_tokens),
@@ -248,6 +319,7 @@ class _ShortRows:
             num_rows=num_rows,
             num_tokens=num_tokens,
             num_padding_tokens=num_padding_tokens,
+            num_needle_tokens=0,
             num_passes=num_sequences / max(1, self._packing.num_sequences),
             num_unused_documents=0 if num_passes else counts.num_documents - num_used_documents,
             num_unused_tokens=0 if num_passes else counts.num_tokens - num_tokens,

@@ -43,6 +43,7 @@ class Needle:
     input_ids: int64 (length_tokens,): special tokens that the tokenizer puts first, haystack with the needle in it,
         question, answer. The answer is always the end; a prompt for generation is input_ids[:answer_start].
     answer_start, answer_length: where the answer's tokens are, counted in tokens.
+    question_length: tokens of the question, which the answer follows.
     needle_start, needle_length: where the whole needle sentence is.
     depth: 0 for a needle before the haystack's first token, 1 for one after its last.
     key: the word that the question names.
@@ -51,6 +52,7 @@ class Needle:
     input_ids: npt.NDArray[np.int64]
     answer_start: int
     answer_length: int
+    question_length: int
     needle_start: int
     needle_length: int
     depth: float
@@ -96,6 +98,17 @@ def fact_ids(tokenizer: Tokenizer, key: str, answer: Sequence[str]) -> tuple[lis
     return sentence, encode(f"\nQuestion: The secret phrase is {key}"), answer_ids
 
 
+def draw_num_fact_tokens(tokenizer: Tokenizer, rng: np.random.Generator) -> int:
+    """How many tokens of a prompt that `make_needle` makes with this rng are not haystack; takes the same one draw."""
+    return sum(map(len, fact_ids(tokenizer, *draw_words(rng))))
+
+
+def most_fact_tokens(tokenizer: Tokenizer) -> int:
+    """What `draw_num_fact_tokens` gives at most, or a little more."""
+    longest = max(WORDS, key=lambda word: len(tokenizer.encode(f" {word}", add_special_tokens=False)))
+    return sum(map(len, fact_ids(tokenizer, longest, [longest] * NUM_ANSWER_WORDS)))
+
+
 def make_needle(
     tokenizer: Tokenizer,
     haystack_ids: Sequence[int] | npt.NDArray[np.integer],
@@ -139,6 +152,7 @@ def make_needle(
         input_ids=input_ids,
         answer_start=length_tokens - len(answer),
         answer_length=len(answer),
+        question_length=len(question),
         needle_start=len(prefix) + at,
         needle_length=len(needle),
         depth=depth,

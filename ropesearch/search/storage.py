@@ -417,4 +417,5 @@ class Patient(BaseStorage):
                     return int(made[0]._trial_id)
             return int(self._inner.create_new_trial(study_id, template_trial))
 
-        return patiently(create)
+        trial_id: int = patiently(create)
+        return trial_id

@@ -261,7 +261,7 @@ class Worker:
     def _owning(self, trial: Trial) -> Iterator[None]:
         """Hold the study's lock, and be the owner of a trial that is not finished; raises _Lost where it is not so."""
         with self.opened.store.exclusive():
-            now = self.opened.trials()[trial.number]
+            now = self.opened.study._storage.get_trial(trial._trial_id)
             if now.state.is_finished() or now.user_attrs.get(OWNER) != self.presence.id:
                 _log.warning("trial %d was taken over by another worker, to which this one had seemed dead", now.number)
                 raise _Lost

@@ -39,6 +39,8 @@ def test_buckets_of_a_mixture() -> None:
         ({"shares": [1.2, -0.2]}, "shares: expected numbers from 0 on, got -0.2"),
         ({"shares": [math.nan, 1.0]}, "shares: expected numbers from 0 on, got nan"),
         ({"shares": [math.inf, 1.0]}, "shares: expected numbers from 0 on, got inf"),
+        ({"needle_share": -0.1}, "needle_share: expected 0 to 1, got -0.1"),
+        ({"needle_share": math.nan}, "needle_share: expected 0 to 1, got nan"),
     ],
 )
 def test_values_of_a_mixture_that_can_never_be_right_are_refused(values: dict[str, Any], message: str) -> None:
@@ -88,4 +90,4 @@ def test_presets_of_mixtures_fit_the_lengths_that_they_are_made_for(name: str) -
     if name == "short_and_long":
         assert config == MixtureConfig()
     else:  # LongRoPE2, table 1: up to original_length, to 100,000, to 200,000 tokens; 3, 3 and 4 of 10 B tokens
-        assert (config.long_bounds, config.shares) == ([100_000], [0.3, 0.3, 0.4])
+        assert config == MixtureConfig(long_bounds=[100_000], shares=[0.3, 0.3, 0.4], needle_share=0.0)

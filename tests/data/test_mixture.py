@@ -2,6 +2,7 @@
 
 import dataclasses
 import itertools
+import re
 from collections import Counter
 from typing import Any
 
@@ -16,6 +17,7 @@ from ropesearch.data.row_schedule import RowSchedule
 from ropesearch.data.training_tokens import Bucket, BucketCounts, TrainingTokens
 from ropesearch.errors import InputError
 from ropesearch.seeding import stream
+from tests.data.test_needles import CharacterTokenizer, decode
 
 ORIGINAL_LENGTH = 8
 ROW_TOKENS = 20  # two sequences of a short row, and 4 tokens that it does not have
@@ -25,8 +27,8 @@ Documents = list[list[int]]  # of one bucket
 
 
 def training_tokens(mixture: MixtureConfig, lengths: list[list[int]], fingerprint: str = "f") -> TrainingTokens:
-    """Documents of these lengths by bucket, in which no token comes twice; PADDING is none of them."""
-    fresh = itertools.count(PADDING + 1)
+    """Documents of these lengths by bucket, in which no token comes twice; none is PADDING or a character's."""
+    fresh = itertools.count(1000)
     buckets = []
     for (above, up_to), each in zip(mixture.bucket_bounds(ORIGINAL_LENGTH), lengths, strict=True):
         assert all(above < length and (up_to is None or length <= up_to) for length in each)
@@ -48,7 +50,8 @@ def lengths_between(least: int, most: int) -> st.SearchStrategy[list[int]]:
     return st.lists(st.integers(least, most), min_size=1, max_size=12)
 
 
-CONFIG = MixtureConfig(long_bounds=[15], shares=[0.3, 0.3, 0.4])
+CONFIG = MixtureConfig(long_bounds=[15], shares=[0.3, 0.3, 0.4], needle_share=0.0)
+TOKENIZER = CharacterTokenizer(None)
 LENGTHS = st.tuples(
     lengths_between(2, ORIGINAL_LENGTH), lengths_between(ORIGINAL_LENGTH + 1, 15), lengths_between(16, 70)
 ).map(list)
@@ -56,7 +59,7 @@ EXAMPLE = [[8, 3, 3, 2, 5, 6], [9, 15, 12], [16, 50, 31, 22]]
 
 
 def mixture_of(lengths: list[list[int]], seed: int = 0, config: MixtureConfig = CONFIG) -> Mixture:
-    return Mixture(training_tokens(config, lengths), config, ORIGINAL_LENGTH, ROW_TOKENS, seed)
+    return Mixture(training_tokens(config, lengths), config, TOKENIZER, ORIGINAL_LENGTH, ROW_TOKENS, seed)
 
 
 def rows_of(mixture: Mixture, num_steps: int, num_rows: int) -> list[list[MicroBatch]]:
@@ -93,6 +96,58 @@ def test_long_rows_are_the_documents_of_pass_after_pass_cut_and_nothing_else(
             assert row.position_ids.tolist() == [list(range(ROW_TOKENS))]
             assert row.is_scored.tolist() == [[False] + [True] * (ROW_TOKENS - 1)]
             assert row.num_scored == ROW_TOKENS - 1
+
+
+@settings(max_examples=30, deadline=None)
+@given(lengths=LENGTHS, seed=st.integers(0, 2**32), share=st.sampled_from([0.25, 0.3, 1.0]))
+def test_needles_stand_between_documents_that_go_on_behind_them(
+    lengths: list[list[int]], seed: int, share: float
+) -> None:
+    """All that is a needle's has another id than any document's: without it, rows are as they were, only shorter."""
+    config = dataclasses.replace(CONFIG, needle_share=share)
+    row_tokens, num_steps = 330, 8
+    tokens = training_tokens(config, lengths)
+    mixture = Mixture(tokens, config, TOKENIZER, ORIGINAL_LENGTH, row_tokens, seed)
+    prose_rows = Mixture(tokens, CONFIG, TOKENIZER, ORIGINAL_LENGTH, row_tokens, seed)
+    found, prose = (rows_of(each, num_steps, 5) for each in (mixture, prose_rows))
+    for index in (1, 2):
+        read: list[int] = []
+        with_needle = 0
+        for number, row in enumerate(found[index]):
+            ids = row.token_ids[0]
+            assert ids.shape == (row_tokens,) and row.position_ids[0].tolist() == list(range(row_tokens))
+            is_needle = ids < 1000
+            read += ids[~is_needle].tolist()
+            unscored = np.zeros(row_tokens, dtype=bool)
+            unscored[0] = True
+            if is_needle.any():
+                with_needle += 1
+                text = decode(ids[is_needle])
+                match = re.fullmatch(
+                    r"( The secret phrase is (\w+)( \w+ \w+ \w+)\.)(\nQuestion: The secret phrase is \2)\3", text
+                )
+                assert match is not None
+                start, fact, question, answer = int(is_needle.argmax()), *(len(match[group]) for group in (1, 4, 3))
+                assert is_needle[start : start + fact].all() and is_needle[-question - answer :].all()
+                unscored[start : start + fact] = unscored[-question - answer : -answer] = True
+            assert row.is_scored[0].tolist() == (~unscored).tolist()
+            assert abs(with_needle - share * (number + 1)) <= 0.5
+        assert read == np.concatenate([row.token_ids[0] for row in prose[index]])[: len(read)].tolist()
+        usage = mixture.usage(num_steps, 5)[index]
+        assert (usage.num_tokens, usage.num_needle_tokens) == (len(read), row_tokens * len(found[index]) - len(read))
+    for row, same in zip(found[0], prose[0], strict=True):
+        assert row.token_ids.tolist() == same.token_ids.tolist()
+
+
+def test_rows_too_short_for_needles_are_refused() -> None:
+    config = MixtureConfig(needle_share=0.5)
+    tokens = training_tokens(config, [[8], [16]])
+    with pytest.raises(
+        InputError, match=r"rows of at least 314 tokens for facts .*, got target_length 313; give mixture"
+    ):
+        Mixture(tokens, config, TOKENIZER, ORIGINAL_LENGTH, 313, 0)
+    Mixture(tokens, config, TOKENIZER, ORIGINAL_LENGTH, 314, 0)
+    Mixture(tokens, MixtureConfig(shares=[1.0, 0.0]), TOKENIZER, ORIGINAL_LENGTH, 20, 0)
 
 
 def parts_of(row: MicroBatch) -> list[list[list[int]]]:
@@ -141,7 +196,7 @@ def test_every_short_document_stands_whole_and_once_in_every_pass(lengths: list[
 )
 def test_rows_of_a_step_follow_the_shares_short_ones_first(shares: list[int], num_rows: int, step: int) -> None:
     parts = [share / sum(shares) for share in shares]
-    config = MixtureConfig(long_bounds=[15], shares=parts)
+    config = MixtureConfig(long_bounds=[15], shares=parts, needle_share=0.0)
     batch = mixture_of(EXAMPLE, 0, config).batch(step, num_rows)
     assert len(batch) == num_rows
     buckets = [row.bucket for row in batch]
@@ -187,7 +242,7 @@ def test_a_batch_is_ones_own() -> None:
 
 def test_passes_differ_in_order_and_seeds_too() -> None:
     lengths = [[8] * 12, [10] * 12, [20] * 12]
-    config = MixtureConfig(long_bounds=[15], shares=[0.4, 0.2, 0.4])
+    config = MixtureConfig(long_bounds=[15], shares=[0.4, 0.2, 0.4], needle_share=0.0)
 
     def starts(mixture: Mixture, bucket: int) -> list[int]:
         rows = [row for row in mixture.batch(0, 120) if row.bucket == bucket]
@@ -200,7 +255,7 @@ def test_passes_differ_in_order_and_seeds_too() -> None:
 
 
 def test_a_document_longer_than_many_rows_and_a_bucket_shorter_than_one() -> None:
-    config = MixtureConfig(shares=[0.5, 0.5])
+    config = MixtureConfig(shares=[0.5, 0.5], needle_share=0.0)
     long_one = mixture_of([[3], [90]], 0, config)
     tokens = training_tokens(config, [[3], [90]])
     (document,) = documents_of(tokens.buckets[1])
@@ -237,14 +292,14 @@ def test_usage_is_what_was_read(lengths: list[list[int]], num_steps: int, num_ro
 
 
 def test_passes_of_short_documents_are_counted_in_sequences() -> None:
-    config = MixtureConfig(shares=[1.0, 0.0])
+    config = MixtureConfig(shares=[1.0, 0.0], needle_share=0.0)
     mixture = mixture_of([[8, 7, 8], [9]], 0, config)  # three sequences a pass, two a row
     assert [mixture.usage(1, num_rows)[0].num_passes for num_rows in (1, 3, 6)] == [pytest.approx(2 / 3), 2, 4]
     assert [mixture.usage(1, num_rows)[0].num_padding_tokens for num_rows in (3, 6)] == [2, 4]
 
 
 def test_a_bucket_without_a_share_needs_no_documents() -> None:
-    mixture = mixture_of([[], [10]], 0, MixtureConfig(shares=[0.0, 1.0]))
+    mixture = mixture_of([[], [10]], 0, MixtureConfig(shares=[0.0, 1.0], needle_share=0.0))
     assert [row.regime for row in mixture.batch(0, 4)] == ["long"] * 4
     assert mixture.usage(1, 4)[0].num_passes == 0
     mixture = mixture_of([[4], []], 0, MixtureConfig(shares=[1.0, 0.0]))
@@ -253,16 +308,16 @@ def test_a_bucket_without_a_share_needs_no_documents() -> None:
 
 def test_the_fingerprint_changes_with_all_that_a_batch_depends_on() -> None:
     tokens = training_tokens(CONFIG, EXAMPLE)
-    other_shares = MixtureConfig(long_bounds=[15], shares=[0.2, 0.4, 0.4])
+    other_shares = dataclasses.replace(CONFIG, shares=[0.2, 0.4, 0.4])
     fingerprints = [
-        Mixture(tokens, CONFIG, ORIGINAL_LENGTH, ROW_TOKENS, 0).fingerprint,
-        Mixture(tokens, CONFIG, ORIGINAL_LENGTH, ROW_TOKENS, 1).fingerprint,
-        Mixture(tokens, CONFIG, ORIGINAL_LENGTH, ROW_TOKENS + 1, 0).fingerprint,
-        Mixture(tokens, other_shares, ORIGINAL_LENGTH, ROW_TOKENS, 0).fingerprint,
-        Mixture(training_tokens(CONFIG, EXAMPLE, "g"), CONFIG, ORIGINAL_LENGTH, ROW_TOKENS, 0).fingerprint,
+        Mixture(tokens, CONFIG, TOKENIZER, ORIGINAL_LENGTH, ROW_TOKENS, 0).fingerprint,
+        Mixture(tokens, CONFIG, TOKENIZER, ORIGINAL_LENGTH, ROW_TOKENS, 1).fingerprint,
+        Mixture(tokens, CONFIG, TOKENIZER, ORIGINAL_LENGTH, ROW_TOKENS + 1, 0).fingerprint,
+        Mixture(tokens, other_shares, TOKENIZER, ORIGINAL_LENGTH, ROW_TOKENS, 0).fingerprint,
+        Mixture(training_tokens(CONFIG, EXAMPLE, "g"), CONFIG, TOKENIZER, ORIGINAL_LENGTH, ROW_TOKENS, 0).fingerprint,
     ]
     assert len(set(fingerprints)) == 5
-    assert Mixture(tokens, CONFIG, ORIGINAL_LENGTH, ROW_TOKENS, 0).fingerprint == fingerprints[0]
+    assert Mixture(tokens, CONFIG, TOKENIZER, ORIGINAL_LENGTH, ROW_TOKENS, 0).fingerprint == fingerprints[0]
 
 
 @pytest.mark.parametrize(
@@ -275,7 +330,7 @@ def test_the_fingerprint_changes_with_all_that_a_batch_depends_on() -> None:
 )
 def test_tokens_prepared_for_something_else_are_refused(config: MixtureConfig, lengths: list[list[int]]) -> None:
     with pytest.raises(InputError, match=r"expected training tokens in the buckets .*; prepare them with this"):
-        Mixture(training_tokens(CONFIG, lengths), config, ORIGINAL_LENGTH, ROW_TOKENS, 0)
+        Mixture(training_tokens(CONFIG, lengths), config, TOKENIZER, ORIGINAL_LENGTH, ROW_TOKENS, 0)
 
 
 @pytest.mark.parametrize(("step", "num_rows"), [(-1, 1), (0, 0)])
