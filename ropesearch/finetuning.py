@@ -20,7 +20,7 @@ from ropesearch.artifact.strict_json import read_json_object
 from ropesearch.artifact.verify import verify as verify_folder
 from ropesearch.artifact.weights import check_stored_names, stored_dtypes, write_weights
 from ropesearch.config import FinetuneJob, expect_given, plain
-from ropesearch.data.mixture import LONG, SHORT, Mixture
+from ropesearch.data.mixture import LONG, SHORT, Mixture, check_needle_rows
 from ropesearch.data.preparation import prepare_training_tokens
 from ropesearch.data.training_tokens import TrainingTokens
 from ropesearch.data.windows import build_windows, check_vocabulary, evaluation_texts
@@ -102,6 +102,7 @@ def finetune(job: FinetuneJob) -> FinetuneOutcome:
             return finished
 
         tokenizer = load_tokenizer(ModelConfig(path=str(source), trust_remote_code=job.trust_remote_code))
+        check_needle_rows(job.mixture, tokenizer, target_length)
         cache = cache_folder(job.cache)
         held_out = build_windows(job.corpus, tokenizer, target_length, job.seed, cache)["held_out"]
         loaded = origin.loaded_with(lambda: _loaded(job, source, base, processes.device))

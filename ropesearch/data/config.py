@@ -123,8 +123,6 @@ class MixtureConfig:
         for share in self.shares:
             if not (math.isfinite(share) and share >= 0):
                 raise InputError(f"shares: expected numbers from 0 on, got {share}")
-        if not 0 <= self.needle_share <= 1:
-            raise InputError(f"needle_share: expected 0 to 1, got {self.needle_share}")
 
     def check(self, original_length: int, target_length: int) -> None:
         """Raise InputError unless these buckets can train two regimes, to original_length and to target_length."""
@@ -147,6 +145,8 @@ class MixtureConfig:
             )
         if abs(math.fsum(self.shares) - 1.0) > SHARE_TOLERANCE:
             raise InputError(f"mixture.shares: expected shares that are 1 together, got {self.shares}")
+        if not 0 <= self.needle_share <= 1:
+            raise InputError(f"mixture.needle_share: expected a part of the long rows, 0 to 1, got {self.needle_share}")
 
     def bucket_bounds(self, original_length: int) -> list[tuple[int, int | None]]:
         """For each bucket (above, up_to): it has the documents of more than `above` and at most `up_to` tokens."""

@@ -118,15 +118,7 @@ class Mixture:
                 f"mixture: expected training tokens in the buckets {bounds} with the shares {mixture.shares}, got "
                 f"{held}; prepare them with this mixture"
             )
-        if (
-            mixture.needle_share
-            and any(mixture.shares[1:])
-            and (num_fact_tokens := most_fact_tokens(tokenizer)) > row_tokens // 2
-        ):
-            raise InputError(
-                f"mixture.needle_share: expected rows of at least {2 * num_fact_tokens} tokens for facts and their "
-                f"questions with this tokenizer, got target_length {row_tokens}; give mixture.needle_share=0"
-            )
+        check_needle_rows(mixture, tokenizer, row_tokens)
         self._schedule = RowSchedule(mixture.shares)
         short, *longer = tokens.buckets
         self._rows: list[_ShortRows | _LongRows] = [
@@ -159,6 +151,16 @@ class Mixture:
         """What the first `num_steps` steps of `num_rows` rows read, by bucket."""
         counts = self._schedule.counts(num_steps * num_rows)
         return tuple(rows.usage(count) for rows, count in zip(self._rows, counts, strict=True))
+
+
+def check_needle_rows(mixture: MixtureConfig, tokenizer: Tokenizer, row_tokens: int) -> None:
+    """Raise InputError where rows of so many tokens are too short for the facts that the mixture puts into some."""
+    num_fact_tokens = most_fact_tokens(tokenizer)
+    if mixture.needle_share and any(mixture.shares[1:]) and num_fact_tokens > row_tokens // 2:
+        raise InputError(
+            f"mixture.needle_share: expected rows of at least {2 * num_fact_tokens} tokens for facts and their "
+            f"questions with this tokenizer, got target_length {row_tokens}; give mixture.needle_share=0"
+        )
 
 
 class _Needles:

@@ -39,8 +39,6 @@ def test_buckets_of_a_mixture() -> None:
         ({"shares": [1.2, -0.2]}, "shares: expected numbers from 0 on, got -0.2"),
         ({"shares": [math.nan, 1.0]}, "shares: expected numbers from 0 on, got nan"),
         ({"shares": [math.inf, 1.0]}, "shares: expected numbers from 0 on, got inf"),
-        ({"needle_share": -0.1}, "needle_share: expected 0 to 1, got -0.1"),
-        ({"needle_share": math.nan}, "needle_share: expected 0 to 1, got nan"),
     ],
 )
 def test_values_of_a_mixture_that_can_never_be_right_are_refused(values: dict[str, Any], message: str) -> None:
@@ -66,6 +64,9 @@ def test_values_of_a_mixture_that_can_never_be_right_are_refused(values: dict[st
             (4096, 8192),
             r"mixture.shares: expected shares that are 1 together, got \[0.3, 0.6\]",
         ),
+        ({"needle_share": -0.1}, (4096, 8192), "mixture.needle_share: expected a part .*, 0 to 1, got -0.1"),
+        ({"needle_share": 1.5}, (4096, 8192), "mixture.needle_share: expected a part .*, 0 to 1, got 1.5"),
+        ({"needle_share": math.nan}, (4096, 8192), "mixture.needle_share: expected a part .*, 0 to 1, got nan"),
         ({"shares": [0.0, 0.0]}, (4096, 8192), "mixture.shares: expected shares that are 1 together"),
     ],
 )
