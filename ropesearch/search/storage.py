@@ -101,16 +101,19 @@ def open_store(run_folder: Path, config: StorageConfig) -> Store:
             return exclusive(run_folder)
     else:
         raise InputError(f"storage: expected a known one, got {type(config).__name__}")
-    study_name, is_there = _study_name(run_folder, config)  # not before a server has answered
-    patient = Patient(storage)
-    if is_there:
-        try:
-            patient.get_study_id_from_name(study_name)
-        except KeyError as error:
-            raise InputError(
-                f"{run_folder / WHERE_NAME} names the study {study_name}, which is not in the storage that was asked; "
-                f"give the one that it was begun in ({_shown_place(run_folder)}), or another run folder"
-            ) from error
+    with contextlib.ExitStack() as refused:
+        refused.callback(close)
+        study_name, is_there = _study_name(run_folder, config)  # not before a server has answered
+        patient = Patient(storage)
+        if is_there:
+            try:
+                patient.get_study_id_from_name(study_name)
+            except KeyError as error:
+                raise InputError(
+                    f"{run_folder / WHERE_NAME} names the study {study_name}, which is not in the storage that was "
+                    f"asked; give the one that it was begun in ({_shown_place(run_folder)}), or another run folder"
+                ) from error
+        refused.pop_all()
     return Store(
         storage=patient,
         study_name=study_name,
