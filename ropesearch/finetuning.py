@@ -3,6 +3,8 @@
 import contextlib
 import dataclasses
 import logging
+import math
+import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -11,7 +13,7 @@ import torch
 
 from ropesearch import files
 from ropesearch.artifact.config import VerifyLevel, WeightsMode
-from ropesearch.artifact.digest import check_entries, checkpoint_binding
+from ropesearch.artifact.digest import check_entries, checkpoint_binding, weight_files
 from ropesearch.artifact.folder import write_checkpoint_folder
 from ropesearch.artifact.load import find_folder, load_unscaled, own_table, read_bound
 from ropesearch.artifact.origin import Origin
@@ -26,6 +28,7 @@ from ropesearch.data.training_tokens import TrainingTokens
 from ropesearch.data.windows import build_windows, check_vocabulary, evaluation_texts
 from ropesearch.errors import InputError
 from ropesearch.evaluate.perplexity import Evaluation
+from ropesearch.evaluate.table import perplexity_text
 from ropesearch.finetune_tracking import FinetuneTracker
 from ropesearch.model.config import DType, ModelConfig
 from ropesearch.model.install import installed, prove_installable
@@ -41,7 +44,7 @@ from ropesearch.search.trials import regime_json
 from ropesearch.track.config import NoTracking
 from ropesearch.track.progress import ProgressDisplay
 from ropesearch.train.adapter import add_adapter, merged_tensors
-from ropesearch.train.config import Adapter, Precision
+from ropesearch.train.config import Adapter, Precision, TrainingConfig
 from ropesearch.train.loop import STATES, FineTuning, HeldOut, Measurement, StepEvent
 from ropesearch.train.loss import RowLoss
 from ropesearch.train.processes import Processes
@@ -90,6 +93,11 @@ def finetune(job: FinetuneJob) -> FinetuneOutcome:
             stack.enter_context(run.logged())
         stack.enter_context(_only_one(run, processes))
         display = stack.enter_context(ProgressDisplay(quiet=not processes.is_first))
+
+        def say(note: str) -> None:
+            _log.warning("%s", note)
+            display.say(f"note: {note}")
+
         tracking = job.track if processes.is_first else NoTracking()
         tracker = stack.enter_context(FinetuneTracker(tracking, run.path, display.say))
         origin = Origin.read(source, lambda folder: read_bound(folder).checkpoint)
@@ -114,6 +122,10 @@ def finetune(job: FinetuneJob) -> FinetuneOutcome:
         dtype = _compute_dtype(job, source)
         loss = _prepared(job, loaded, processes, dtype, regimes[SHORT])
 
+        if processes.is_first:
+            _expect_room(run, loss, source, job.training)
+        for note in _notes(job, regimes):
+            say(note)
         num_tokens = job.training.num_steps * job.training.num_step_rows * target_length
         with _first_before_the_others(processes):
             tokens = prepare_training_tokens(
@@ -128,8 +140,7 @@ def finetune(job: FinetuneJob) -> FinetuneOutcome:
                 seed=job.seed,
             )
         for note in tokens.notes():
-            _log.warning("%s", note)
-            display.say(f"note: {note}")
+            say(note)
         mixture = Mixture(tokens, job.mixture, tokenizer, original_length, target_length, job.seed)
         _check_training_vocabulary(tokens, vocabulary_tokens(loaded.model))
 
@@ -138,19 +149,18 @@ def finetune(job: FinetuneJob) -> FinetuneOutcome:
             files.write_json(run.path / _ASKED, asked)
         tracker.begin(asked, origin.binding.digest, plain(job))
 
+        losses: dict[str, str] = {}  # of each regime's last rows, as not every step has some of each
+
         def on_event(event: StepEvent) -> None:
-            short, long = (event.nats_per_token(regime) for regime in (SHORT, LONG))
-            losses = " ".join(f"{name} {loss:.3f}" for name, loss in ((SHORT, short), (LONG, long)) if loss is not None)
-            note = f"nats per token {losses}" if losses else ""
+            losses.update(_losses(event))
+            parts = [f"nats per token {' '.join(losses.values())}"] if losses else []
             if event.measured:
-                note += " held out " + ", ".join(f"{each.name} {each.perplexity:.3f}" for each in event.measured)
+                parts.append("held out " + ", ".join(f"{each.name} {_perplexity(each)}" for each in event.measured))
+            note = " ".join(parts)
+            if event.measured:
                 _log.info("step %d: %s", event.step, note)
             display.show("steps", event.step / job.training.num_steps, note)
             tracker.update(event)
-
-        def on_spike(said: str) -> None:
-            _log.warning("%s", said)
-            display.say(f"note: {said}")
 
         training = FineTuning(
             loaded,
@@ -169,7 +179,7 @@ def finetune(job: FinetuneJob) -> FinetuneOutcome:
             compute_dtype=dtype,
             stored_dtypes=stored_dtypes(source),
             on_event=on_event,
-            on_spike=on_spike,
+            on_note=say,
         )
         measured = training.run()
 
@@ -341,6 +351,58 @@ def _prepared(
     return loss
 
 
+def _expect_room(run: RunFolder, loss: RowLoss, source: Path, training: TrainingConfig) -> None:
+    """InputError where the disk has no room for what a fine-tuning writes: states, each the weights that are trained
+    and their two moments in float32, and at its end the new weights and the checkpoint that is made of them.
+    """
+    state_bytes = 3 * 4 * sum(parameter.numel() for parameter in loss.parameters() if parameter.requires_grad)
+    num_saves = math.ceil(training.num_steps / training.save_every_steps)
+    num_states = min(training.num_kept_states, num_saves)
+    at_the_end = num_states * state_bytes + 2 * sum(path.stat().st_size for path in weight_files(source))
+    needed_bytes = max(min(num_states + 1, num_saves) * state_bytes, at_the_end)
+    there = (path for name in (STATES, _NEW_WEIGHTS) for path in (run.path / name).rglob("*"))
+    needed_bytes -= sum(path.stat().st_size for path in there)
+    free_bytes = shutil.disk_usage(run.path).free
+    if free_bytes < needed_bytes:
+        fewer = ", or keep fewer states (training.num_kept_states=1)" if num_states > 1 else ""
+        raise InputError(
+            f"run: expected {needed_bytes:,} bytes of free disk space at {run.path}, for the states to go on from, the "
+            f"new weights and the checkpoint, got {free_bytes:,}; make room, give another place with run={fewer}"
+        )
+
+
+def _notes(job: FinetuneJob, regimes: Mapping[str, Regime]) -> list[str]:
+    """What a user should know before the first step."""
+    notes = []
+    if regimes[SHORT].is_same_table(regimes[LONG]):
+        notes.append(
+            f"the base's searched table ({regimes[LONG].name}) is its own: there is no second table to learn, the "
+            "weights alone are trained to read on"
+        )
+    shares = job.mixture.shares
+    for name, share in ((SHORT, shares[0]), (LONG, math.fsum(shares[1:]))):
+        if not share:
+            notes.append(f"mixture.shares gives no {name} rows: what the {name} table costs is measured, not trained")
+    return notes
+
+
+def _losses(event: StepEvent) -> dict[str, str]:
+    """In nats per token of the step's rows, by regime; of short ones also the divergence from the base, if asked."""
+    found = {}
+    for name in (SHORT, LONG):
+        loss = event.nats_per_token(name)
+        if loss is not None:
+            found[name] = f"{name} {loss:.3f}"
+    if event.divergence_nats:
+        num_tokens = sum(event.tokens[bucket] for bucket, name in event.regime_of.items() if name == SHORT)
+        found[SHORT] += f" (divergence from the base {event.divergence_nats / num_tokens:.4f})"
+    return found
+
+
+def _perplexity(measured: Measurement) -> str:
+    return perplexity_text(float(measured.window_nats.sum()), measured.num_window_tokens * len(measured.window_nats))
+
+
 def _row(measured: Measurement, method: str, length: int) -> Evaluation:
     nats, num_windows = float(measured.window_nats.sum()), len(measured.window_nats)
     return Evaluation(
@@ -376,14 +438,8 @@ def _written(
     plain_folder = run.path / _NEW_WEIGHTS
     if plain_folder.is_dir():  # of a run that was killed before its end
         files.remove_folder(plain_folder)
-    try:
-        with files.folder_beside(plain_folder) as stage:
-            write_weights(source, stage / "checkpoint", base, lambda name: tensors[name]())
-    except OSError as error:
-        raise InputError(
-            f"{run.path}: expected a place to write the new weights to, got {error.strerror or error}; the state after "
-            "the last step is kept: make room, then give the same command again"
-        ) from error
+    with files.naming(plain_folder), files.folder_beside(plain_folder) as stage:
+        write_weights(source, stage / "checkpoint", base, lambda name: tensors[name]())
     folder = plain_folder / "checkpoint"
     rope_config = RopeConfig(
         target_length=base.target_length,
@@ -399,6 +455,7 @@ def _written(
     checkpoint = run.path / "checkpoint"
     if checkpoint.is_dir():
         files.remove_folder(checkpoint)
+    files.expect_room(run.path, sum(file.num_bytes for file in rope_config.checkpoint.files))
     write_checkpoint_folder(folder, checkpoint, rope_config, WeightsMode.copy, allow_unportable=True)
     rope_config.write(run.path / FILE_NAME)
     processes.wait_for_all()

@@ -99,6 +99,9 @@ class RunFolder:
         logger.addHandler(handler)
         try:
             yield
+        except KeyboardInterrupt as stopped:
+            logger.info("stopped by %s", str(stopped) or "an interrupt")
+            raise
         except Exception as error:
             refused = isinstance(error, InputError | BindingError)
             if not refused:  # here, where the handler is still open; the command line then only names the file
