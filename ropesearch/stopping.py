@@ -53,9 +53,9 @@ def finishing(is_nearly_done: Callable[[], bool]) -> Iterator[None]:
         raise Stopped(postponed)
 
 
-def is_asked() -> bool:
-    """Within `finishing`, whether a signal has come that waits for the end of its block."""
-    return _postponed is not None
+def asked_by() -> str | None:
+    """Within `finishing`, the name of the signal that has come and waits for the end of its block, if one has."""
+    return _postponed
 
 
 class Stopping:

@@ -28,6 +28,7 @@ from ropesearch.data.config import CorpusConfig
 from ropesearch.data.windows import build_windows
 from ropesearch.model.install import installed
 from ropesearch.report import AFTER, BEFORE
+from ropesearch.rope.regime import Regime
 from ropesearch.train.loop import FineTuning
 from tests import toys
 from tests.artifact.examples import REGIME, TARGET_LENGTH, write_example
@@ -226,6 +227,40 @@ def test_killed_in_a_step_it_goes_on_to_the_same_bytes(
     assert digest(tmp_path / "run") == digest(finished)
 
 
+def test_a_damaged_state_is_named_and_the_one_before_gone_on_from(
+    searched: Path,
+    texts: Path,
+    finished: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    step = FineTuning._step
+
+    def killing(self: FineTuning, number: int) -> Any:
+        if number == 5:
+            raise Killed
+        return step(self, number)
+
+    run = tmp_path / "run"
+    monkeypatch.setattr(FineTuning, "_step", killing)
+    with pytest.raises(Killed):
+        cli.main(words(searched, texts, run))
+    monkeypatch.undo()
+    damaged = run / "states" / "step-00000004" / "state.json"
+    damaged.write_bytes(damaged.read_bytes()[:-9])
+    capsys.readouterr()
+    assert cli.main(words(searched, texts, run)) == 0
+    said, log = capsys.readouterr().err, (run / "log.txt").read_text()
+    for sentence in (
+        f"{damaged.parent}: expected a whole state, got a damaged one, which is passed over",
+        "going on from step 2 of 6",
+    ):
+        assert f"note: {sentence}\n" in said and sentence in log
+    assert losses(run) == losses(finished)
+    assert digest(run) == digest(finished)
+
+
 @pytest.mark.parametrize("name", ["SIGTERM", "SIGUSR2"])
 def test_a_schedulers_signal_saves_the_last_whole_step(
     searched: Path,
@@ -250,8 +285,10 @@ def test_a_schedulers_signal_saves_the_last_whole_step(
     assert cli.main(words(searched, texts, run)) == 75
     assert f"stopped by {name}; go on with: ropesearch finetune" in capsys.readouterr().err
     assert sorted(path.name for path in (run / "states").iterdir()) == ["step-00000002", "step-00000003"]
+    assert re.search(rf"state after step 3 saved\n.*: stopped by {name}\n$", (run / "log.txt").read_text())
     monkeypatch.undo()
     assert cli.main(words(searched, texts, run)) == 0
+    assert "note: going on from step 3 of 6\n" in capsys.readouterr().err
     assert losses(run) == losses(finished)
     assert digest(run) == digest(finished)
 
@@ -503,6 +540,7 @@ def test_self_distillation_keeps_short_predictions_nearer_to_the_base(
 ) -> None:
     run = tmp_path / "run"
     assert cli.main(words(searched, texts, run, training__distill_weight=20)) == 0
+    assert re.search(r"short \d\.\d+ \(divergence from the base \d\.\d{4}\)", (run / "log.txt").read_text())
     divergences = [event["divergence_nats"] for event in metrics(run)]
     assert divergences[1] == pytest.approx(0, abs=1e-3) and divergences[-1] > 0
     assert all(event["divergence_nats"] == 0 for event in metrics(finished))
@@ -560,6 +598,37 @@ def test_bad_settings_are_refused_in_one_line(
     assert cli.main(asked) == 2
     said = capsys.readouterr().err
     assert message in said and "Traceback" not in said and said.strip().count("\n") == 0
+
+
+def test_a_base_whose_search_chose_its_own_table_has_no_crossing(
+    texts: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    unscaled = Regime(name="unscaled", max_length=TARGET_LENGTH, factors=(1.0,) * 8)
+    base, run = write_example(tmp_path / "base", regimes=(unscaled,)), tmp_path / "run"
+    assert cli.main(words(base, texts, run, training__num_steps=2)) == 0
+    done = capsys.readouterr()
+    assert "note: the base's searched table (unscaled) is its own: there is no second table to learn" in done.err
+    assert cli.main(["verify", str(run)]) == 0
+    for shown in (done.out, capsys.readouterr().out):
+        assert "grows across" not in shown and "single_table" not in shown
+
+
+@pytest.mark.parametrize(("shares", "untrained"), [("[1,0]", "long"), ("[0,1]", "short")])
+def test_a_regime_without_rows_is_named_before_training(
+    shares: str,
+    untrained: str,
+    searched: Path,
+    texts: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(FineTuning, "run", lambda self: (_ for _ in ()).throw(Killed))
+    with pytest.raises(Killed):
+        cli.main(words(searched, texts, tmp_path / "run", mixture__shares=shares))
+    said = capsys.readouterr().err
+    assert f"note: mixture.shares gives no {untrained} rows: what the {untrained} table costs is measured, not" in said
+    assert said.count("mixture.shares gives") == 1
 
 
 def test_a_folder_without_a_search_is_refused(

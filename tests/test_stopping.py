@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from ropesearch.stopping import Stopped, Stopping, finishing, is_asked
+from ropesearch.stopping import Stopped, Stopping, asked_by, finishing
 
 
 @pytest.fixture
@@ -42,7 +42,7 @@ def test_a_signal_that_comes_twice_is_one(second: signal.Signals, stopping: Stop
     done = []
     with pytest.raises(Stopped, match="SIGTERM"), finishing(lambda: True):
         signal.raise_signal(signal.SIGTERM)
-        assert is_asked()
+        assert asked_by() == "SIGTERM"
         signal.raise_signal(second)
         done.append("finished")
     assert done == ["finished"] and stopping.exit_code == 75

@@ -184,7 +184,7 @@ class FineTuning:
                 if event is None:
                     if done > last_saved:
                         self._save(done)
-                    raise stopping.Stopped("SIGTERM")  # which may have come to another process alone
+                    raise stopping.Stopped(stopping.asked_by() or "SIGTERM")  # or, it came to another process alone
                 done = step + 1
                 is_last = done == self._config.num_steps
                 if is_last:
@@ -212,7 +212,7 @@ class FineTuning:
         self._optimizer.zero_grad(set_to_none=True)
         try:
             for place, (micro, counts) in enumerate(self._own(batch)):
-                if self._processes.any(stopping.is_asked()):
+                if self._processes.any(stopping.asked_by() is not None):
                     return None
                 nats, divergence = self._backward(micro, counts, num_scored, (step, place))
                 if counts:
