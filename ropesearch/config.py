@@ -391,7 +391,7 @@ def _name_and_value(text: str, names: Sequence[str]) -> tuple[str, str]:
     if not equals:
         raise InputError(f"{text}: expected key=value{_nearest(name, names)}")
     if name not in names:
-        raise InputError(f"{name}: no such key{_nearest(name, names)}; see --help for all keys")
+        raise InputError(f"{name}: no such key{_nearest(name, names)} (see --help for all keys)")
     return name, value
 
 

@@ -102,7 +102,7 @@ def finetune(job: FinetuneJob) -> FinetuneOutcome:
         tracker = stack.enter_context(FinetuneTracker(tracking, run.path, display.say))
         origin = Origin.read(source, lambda folder: read_bound(folder).checkpoint)
         asked = _asked(job, origin)
-        _expect_same(run, asked)
+        _expect_same(run, asked, job.corpus.path)
         if (finished := _finished(run)) is not None:
             _tidied(run, processes)
             tracker.begin(asked, origin.binding.digest, plain(job))
@@ -252,13 +252,16 @@ def _expect_own(run: RunFolder) -> None:
         )
 
 
-def _expect_same(run: RunFolder, asked: Mapping[str, Any]) -> None:
+def _expect_same(run: RunFolder, asked: Mapping[str, Any], corpus_path: str) -> None:
     """InputError where the run folder holds a fine-tuning that was asked otherwise."""
     path = run.path / _ASKED
     if not path.is_file():
         return
-    there = _by_key(read_json_object(path))
-    here = _by_key(asked)
+    there, here = _by_key(read_json_object(path)), _by_key(asked)
+    if there.get("corpus.path") != here["corpus.path"]:  # digests
+        described = read_json_object(run.path / CONFIG) if (run.path / CONFIG).is_file() else {}
+        there["corpus.path"] = _by_key(described).get("corpus.path", "another")
+        here["corpus.path"] = corpus_path
     differing = [key for key in dict.fromkeys((*there, *here)) if there.get(key) != here.get(key)]
     if differing:
         raise InputError(

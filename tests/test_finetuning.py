@@ -173,7 +173,12 @@ def test_what_only_a_training_under_way_needs_is_gone(finished: Path) -> None:
 
 
 def test_asked_again_it_shows_the_result(
-    searched: Path, texts: Path, finished: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    searched: Path,
+    texts: Path,
+    finished: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(FineTuning, "run", lambda self: pytest.fail("it trained again"))
     assert cli.main(words(searched, texts, finished, training__save_every_steps=5)) == 0
@@ -183,6 +188,9 @@ def test_asked_again_it_shows_the_result(
     change = np.expm1((after["nats"] - before["nats"]) / after["tokens"])
     assert re.search(rf"^256 +searched +\d+.* {change:.1%} \(-", shown, flags=re.MULTILINE), shown
     assert "note: plain transformers has one attention factor: up to 64 tokens" in shown
+    elsewhere = shutil.copytree(texts, tmp_path / "elsewhere")
+    assert cli.main(words(searched, elsewhere, finished)) == 2
+    assert f"\n  corpus.path: {texts} there, {elsewhere} asked\n" in capsys.readouterr().err
     assert cli.main(words(searched, texts, finished, training__clip_norm=2)) == 2
     assert "\n  training.clip_norm: 1.0 there, 2.0 asked\n" in capsys.readouterr().err
 
@@ -247,6 +255,16 @@ def test_a_damaged_state_is_named_and_the_one_before_gone_on_from(
     with pytest.raises(Killed):
         cli.main(words(searched, texts, run))
     monkeypatch.undo()
+    for asked in (["verify"], ["evaluate", f"corpus.path={texts}"], ["export", f"to={tmp_path / 'out'}"]):
+        assert cli.main([*asked, str(run)]) == 2
+        said = capsys.readouterr().err
+        assert (
+            "or the run folder of a finished search or fine-tuning, got the run folder of a finetune that is not"
+            in said
+        )
+        assert "finished; the same `ropesearch finetune` command as before goes on with it\n" in said
+    assert cli.main(["status", str(run)]) == 2
+    assert "that of a fine-tuning that has done 5 steps; its log.txt and metrics.jsonl" in capsys.readouterr().err
     damaged = run / "states" / "step-00000004" / "state.json"
     damaged.write_bytes(damaged.read_bytes()[:-9])
     capsys.readouterr()
@@ -578,7 +596,10 @@ def test_weights_stored_in_bfloat16_stay_so_and_are_trained_in_float32(texts: Pa
         ({"mixture__shares": "[0.5,0.5,0.5]"}, "shares"),
         ({"mixture__long_bounds": "[32]", "mixture__shares": "[0.2,0.4,0.4]"}, "long_bounds"),
         ({"training__num_steps": 0}, "num_steps: expected at least 1, got 0"),
-        ({"training__num_warmup_steps": 7}, "num_warmup_steps: expected at most num_steps = 6, got 7"),
+        (
+            {"training__num_warmup_steps": 7},
+            "training.num_warmup_steps: expected at most training.num_steps = 6, got 7",
+        ),
         ({"corpus__path": "/nowhere/texts"}, "/nowhere/texts"),
         ({"device": "cuda:9"}, "cuda:9"),
         ({"mixture__needle_share": 0.3}, "mixture.needle_share: expected rows of at least 314 tokens"),
@@ -635,7 +656,14 @@ def test_a_folder_without_a_search_is_refused(
     toy_folder: Path, texts: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert cli.main(words(toy_folder, texts, tmp_path / "run")) == 2
-    assert "expected a checkpoint folder with rope_config.json" in capsys.readouterr().err
+    expected = (
+        "expected a checkpoint folder with rope_config.json, or the run folder of a finished search or fine-tuning"
+    )
+    assert f"{expected}, got a folder without; `ropesearch search` writes such a folder" in capsys.readouterr().err
+    assert cli.main(words(texts / "000.txt", texts, tmp_path / "run")) == 2
+    assert f"{expected}, got a file; `ropesearch search`" in capsys.readouterr().err
+    assert cli.main(words(tmp_path / "nowhere", texts, tmp_path / "run")) == 2
+    assert f"{expected}, got nothing at this path; `ropesearch search`" in capsys.readouterr().err
 
 
 def test_changed_weights_are_refused(

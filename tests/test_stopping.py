@@ -89,3 +89,10 @@ def test_usr2_is_left_to_who_heeds_it_already() -> None:
         assert heard == [signal.SIGUSR2]
     finally:
         signal.signal(signal.SIGUSR2, before)
+
+
+def test_another_process_of_the_job_says_nothing(capsys: pytest.CaptureFixture[str]) -> None:
+    Stopping(None).say()
+    assert capsys.readouterr().err == ""
+    Stopping("this again").say()
+    assert capsys.readouterr().err == "ropesearch: interrupted; go on with: this again\n"
