@@ -742,6 +742,22 @@ def test_two_processes_give_the_losses_of_one(
 
 
 @pytest.mark.slow
+def test_two_processes_that_are_stopped_say_once_how_to_go_on(searched: Path, texts: Path, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    asked = words(searched, texts, run, training__num_steps=10_000)
+    process = subprocess.Popen(command(asked, 2), stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+    end = time.monotonic() + 300
+    while not (run / "metrics.jsonl").exists() or (run / "metrics.jsonl").read_text().count("\n") < 4:
+        assert time.monotonic() < end and process.poll() is None
+        time.sleep(0.1)
+    process.send_signal(signal.SIGTERM)
+    _, said = process.communicate(timeout=300)
+    assert said.count("go on with") == 1
+    assert f"ropesearch: stopped by SIGTERM; go on with: torchrun ... -m ropesearch.cli {shlex.join(asked)}\n" in said
+    assert any((run / "states").iterdir())
+
+
+@pytest.mark.slow
 def test_killed_at_ten_moments_it_ends_with_the_same_bytes(
     searched: Path, texts: Path, tmp_path: Path, finished: Path
 ) -> None:
