@@ -4,7 +4,6 @@ import contextlib
 import dataclasses
 import logging
 import math
-import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -13,12 +12,11 @@ import torch
 
 from ropesearch import files
 from ropesearch.artifact.config import VerifyLevel, WeightsMode
-from ropesearch.artifact.digest import check_entries, checkpoint_binding, weight_files
+from ropesearch.artifact.digest import check_entries, checkpoint_binding
 from ropesearch.artifact.folder import write_checkpoint_folder
 from ropesearch.artifact.load import find_folder, load_unscaled, own_table, read_bound
 from ropesearch.artifact.origin import Origin
 from ropesearch.artifact.schema import FILE_NAME, RopeConfig
-from ropesearch.artifact.strict_json import read_json_object
 from ropesearch.artifact.verify import verify as verify_folder
 from ropesearch.artifact.weights import check_stored_names, stored_dtypes, write_weights
 from ropesearch.config import FinetuneJob, expect_given, plain
@@ -29,22 +27,30 @@ from ropesearch.data.windows import build_windows, check_vocabulary, evaluation_
 from ropesearch.errors import InputError
 from ropesearch.evaluate.perplexity import Evaluation
 from ropesearch.evaluate.table import perplexity_text
+from ropesearch.finetune_folder import (
+    ASKED,
+    NEW_WEIGHTS,
+    TOKENS,
+    expect_own,
+    expect_room,
+    expect_same,
+    only_one,
+)
 from ropesearch.finetune_tracking import FinetuneTracker
 from ropesearch.model.config import DType, ModelConfig
 from ropesearch.model.install import installed, prove_installable
 from ropesearch.model.load import LoadedModel, load_tokenizer, quiet_transformers
 from ropesearch.report import AFTER, BEFORE, FinetuneOutcome
 from ropesearch.rope.regime import Regime
-from ropesearch.run_folder import CONFIG, LAUNCHER_FOLDER, RunFolder, versions
+from ropesearch.run_folder import RunFolder, versions
 from ropesearch.score.forward import vocabulary_tokens
 from ropesearch.score.scorer import prove_scorer
 from ropesearch.scoring import cache_folder
-from ropesearch.search.ownership import claimed
 from ropesearch.search.trials import regime_json
 from ropesearch.track.config import NoTracking
 from ropesearch.track.progress import ProgressDisplay
 from ropesearch.train.adapter import add_adapter, merged_tensors
-from ropesearch.train.config import Adapter, Precision, TrainingConfig
+from ropesearch.train.config import Adapter, Precision
 from ropesearch.train.loop import STATES, FineTuning, HeldOut, Measurement, StepEvent
 from ropesearch.train.loss import RowLoss
 from ropesearch.train.processes import Processes
@@ -56,10 +62,6 @@ _log = logging.getLogger(__name__)
 # Keys that say how it is done and not what comes out.
 _NOT_IN_ITS_NAME = ("run", "cache", "device", "track")
 _NOT_IN_ITS_RESULT = ("save_every_steps", "num_kept_states", "measure_every_steps")
-_TOKENS = "training-tokens"
-_NEW_WEIGHTS = "new-weights"
-_ASKED = "asked.json"
-_LOCK = "finetune.lock"
 
 
 def finetune(job: FinetuneJob) -> FinetuneOutcome:
@@ -87,11 +89,11 @@ def finetune(job: FinetuneJob) -> FinetuneOutcome:
     processes = Processes.joined(job.device)
     run = RunFolder.of("finetune", job.run, plain(job), without=_NOT_IN_ITS_NAME)
     if processes.is_first:
-        _expect_own(run)
+        expect_own(run)
     with contextlib.ExitStack() as stack:
         if processes.is_first:
             stack.enter_context(run.logged())
-        stack.enter_context(_only_one(run, processes))
+        stack.enter_context(only_one(run, processes))
         display = stack.enter_context(ProgressDisplay(quiet=not processes.is_first))
 
         def say(note: str) -> None:
@@ -102,7 +104,7 @@ def finetune(job: FinetuneJob) -> FinetuneOutcome:
         tracker = stack.enter_context(FinetuneTracker(tracking, run.path, display.say))
         origin = Origin.read(source, lambda folder: read_bound(folder).checkpoint)
         asked = _asked(job, origin)
-        _expect_same(run, asked, job.corpus.path)
+        expect_same(run, asked, job.corpus.path)
         if (finished := _finished(run)) is not None:
             _tidied(run, processes)
             tracker.begin(asked, origin.binding.digest, plain(job))
@@ -123,7 +125,7 @@ def finetune(job: FinetuneJob) -> FinetuneOutcome:
         loss = _prepared(job, loaded, processes, dtype, regimes[SHORT])
 
         if processes.is_first:
-            _expect_room(run, loss, source, job.training)
+            expect_room(run, loss, source, job.training)
         for note in _notes(job, regimes):
             say(note)
         num_tokens = job.training.num_steps * job.training.num_step_rows * target_length
@@ -136,7 +138,7 @@ def finetune(job: FinetuneJob) -> FinetuneOutcome:
                 row_tokens=target_length,
                 num_tokens=num_tokens,
                 exclude=[evaluation_texts(job.corpus, tokenizer, target_length, job.seed, cache)],
-                folder=run.path / _TOKENS,
+                folder=run.path / TOKENS,
                 seed=job.seed,
             )
         for note in tokens.notes():
@@ -146,14 +148,15 @@ def finetune(job: FinetuneJob) -> FinetuneOutcome:
 
         if processes.is_first:
             run.describe(plain(job))
-            files.write_json(run.path / _ASKED, asked)
+            files.write_json(run.path / ASKED, asked)
         tracker.begin(asked, origin.binding.digest, plain(job))
 
         losses: dict[str, str] = {}  # of each regime's last rows, as not every step has some of each
 
         def on_event(event: StepEvent) -> None:
             losses.update(_losses(event))
-            parts = [f"nats per token {' '.join(losses.values())}"] if losses else []
+            shown = " ".join(losses[name] for name in (SHORT, LONG) if name in losses)
+            parts = [f"nats per token {shown}"] if losses else []
             if event.measured:
                 parts.append("held out " + ", ".join(f"{each.name} {_perplexity(each)}" for each in event.measured))
             note = " ".join(parts)
@@ -203,21 +206,6 @@ def finetune(job: FinetuneJob) -> FinetuneOutcome:
 
 
 @contextlib.contextmanager
-def _only_one(run: RunFolder, processes: Processes) -> Iterator[None]:
-    """Within the block no other fine-tuning works in this run folder. InputError where one does."""
-    if not processes.is_first:
-        yield
-        return
-    with claimed(run.path / _LOCK) as held:
-        if not held:
-            raise InputError(
-                f"run: expected a run folder that nobody is at work in, got {run.path}, where a fine-tuning is under "
-                "way; wait for it, or give another with run="
-            )
-        yield
-
-
-@contextlib.contextmanager
 def _first_before_the_others(processes: Processes) -> Iterator[None]:
     """The block is for the first process alone at first, then for the others, who find what it has made."""
     if not processes.is_first:
@@ -241,46 +229,6 @@ def _asked(job: FinetuneJob, origin: Origin) -> dict[str, Any]:
     }
 
 
-def _expect_own(run: RunFolder) -> None:
-    """InputError where the run folder holds other things than a fine-tuning; nothing is written there then."""
-    ours = {"log.txt", _LOCK, _TOKENS, LAUNCHER_FOLDER}  # of one that was killed before it was described
-    others = sorted({entry.name for entry in run.path.iterdir()} - ours)
-    if others and not (run.path / _ASKED).is_file() and not (run.path / CONFIG).is_file():
-        raise InputError(
-            f"run: expected a new folder or that of a fine-tuning, got {run.path}, which holds {others[0]}"
-            f"{f' and {len(others) - 1} more' if len(others) > 1 else ''}; give another with run="
-        )
-
-
-def _expect_same(run: RunFolder, asked: Mapping[str, Any], corpus_path: str) -> None:
-    """InputError where the run folder holds a fine-tuning that was asked otherwise."""
-    path = run.path / _ASKED
-    if not path.is_file():
-        return
-    there, here = _by_key(read_json_object(path)), _by_key(asked)
-    if there.get("corpus.path") != here["corpus.path"]:  # digests
-        described = read_json_object(run.path / CONFIG) if (run.path / CONFIG).is_file() else {}
-        there["corpus.path"] = _by_key(described).get("corpus.path", "another")
-        here["corpus.path"] = corpus_path
-    differing = [key for key in dict.fromkeys((*there, *here)) if there.get(key) != here.get(key)]
-    if differing:
-        raise InputError(
-            f"run: expected the fine-tuning that {run.path} was begun with, got another; give another run folder, or "
-            "the same again:\n"
-            + "\n".join(f"  {key}: {there.get(key)} there, {here.get(key)} asked" for key in differing)
-        )
-
-
-def _by_key(value: Any, prefix: str = "") -> dict[str, Any]:
-    """The values of nested objects by their dotted keys."""
-    if not isinstance(value, Mapping):
-        return {prefix: value}
-    found: dict[str, Any] = {}
-    for key, inner in value.items():
-        found |= _by_key(inner, f"{prefix}.{key}" if prefix else key)
-    return found
-
-
 def _finished(run: RunFolder) -> FinetuneOutcome | None:
     """The result of a run that has come to its end, or None."""
     if not (run.path / FILE_NAME).is_file():
@@ -290,7 +238,7 @@ def _finished(run: RunFolder) -> FinetuneOutcome | None:
 
 def _tidied(run: RunFolder, processes: Processes) -> None:
     """Remove what only a training under way needs."""
-    for name in (STATES, _TOKENS, _NEW_WEIGHTS):
+    for name in (STATES, TOKENS, NEW_WEIGHTS):
         if processes.is_first and (run.path / name).is_dir():
             files.remove_folder(run.path / name)
 
@@ -352,26 +300,6 @@ def _prepared(
     shard(loss, processes, dtype)
     loss.train()
     return loss
-
-
-def _expect_room(run: RunFolder, loss: RowLoss, source: Path, training: TrainingConfig) -> None:
-    """InputError where the disk has no room for what a fine-tuning writes: states, each the weights that are trained
-    and their two moments in float32, and at its end the new weights and the checkpoint that is made of them.
-    """
-    state_bytes = 3 * 4 * sum(parameter.numel() for parameter in loss.parameters() if parameter.requires_grad)
-    num_saves = math.ceil(training.num_steps / training.save_every_steps)
-    num_states = min(training.num_kept_states, num_saves)
-    at_the_end = num_states * state_bytes + 2 * sum(path.stat().st_size for path in weight_files(source))
-    needed_bytes = max(min(num_states + 1, num_saves) * state_bytes, at_the_end)
-    there = (path for name in (STATES, _NEW_WEIGHTS) for path in (run.path / name).rglob("*"))
-    needed_bytes -= sum(path.stat().st_size for path in there)
-    free_bytes = shutil.disk_usage(run.path).free
-    if free_bytes < needed_bytes:
-        fewer = ", or keep fewer states (training.num_kept_states=1)" if num_states > 1 else ""
-        raise InputError(
-            f"run: expected {needed_bytes:,} bytes of free disk space at {run.path}, for the states to go on from, the "
-            f"new weights and the checkpoint, got {free_bytes:,}; make room, give another place with run={fewer}"
-        )
 
 
 def _notes(job: FinetuneJob, regimes: Mapping[str, Regime]) -> list[str]:
@@ -438,7 +366,7 @@ def _written(
         write_weights(source, None, base, lambda name: tensors[name]())
         processes.wait_for_all()
         return RopeConfig.read(run.path)
-    plain_folder = run.path / _NEW_WEIGHTS
+    plain_folder = run.path / NEW_WEIGHTS
     if plain_folder.is_dir():  # of a run that was killed before its end
         files.remove_folder(plain_folder)
     with files.naming(plain_folder), files.folder_beside(plain_folder) as stage:

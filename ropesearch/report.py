@@ -186,8 +186,8 @@ class FinetuneOutcome:
         if short.is_same_table(long):
             return []
         return [
-            f"before: the base's weights under the same two tables; its folder itself has the {long.name} one up to "
-            f"{short.max_length:,} tokens too"
+            f"before: the base's weights under the same two tables; the base's own folder serves up to "
+            f"{short.max_length:,} tokens with the {long.name} one too"
         ]
 
 

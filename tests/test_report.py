@@ -398,7 +398,8 @@ def test_the_table_of_a_fine_tuning() -> None:
         "to", f"{down:+.1%})",
     ]  # fmt: skip
     assert lines[4] == (
-        "before: the base's weights under the same two tables; its folder itself has the long one up to 64 tokens too"
+        "before: the base's weights under the same two tables; the base's own folder serves up to 64 tokens with the "
+        "long one too"
     )
     assert "note: worse than before at 64 tokens" in outcome.to_text()
     assert "note: worse than before at 256 tokens" not in outcome.to_text()

@@ -96,9 +96,10 @@ def find_folder(path: Path) -> Path:
     expected = f"a checkpoint folder with {schema.FILE_NAME}, or the run folder of a finished search or fine-tuning"
     job = job_of(path)
     if job in ("search", "finetune"):
+        kind = "search" if job == "search" else "fine-tuning"
         raise InputError(
-            f"{path}: expected {expected}, got the run folder of a {job} that is not finished; the same `ropesearch "
-            f"{job}` command as before goes on with it"
+            f"{path}: expected {expected}, got that of a {kind} that is not finished; the same `ropesearch {job}` "
+            "command as before goes on with it"
         )
     what = "a folder without" if path.is_dir() else "a file" if path.exists() else "nothing at this path"
     raise InputError(f"{path}: expected {expected}, got {what}; `ropesearch search` writes such a folder")
