@@ -78,7 +78,7 @@ def _by_key(value: Any, prefix: str = "") -> dict[str, Any]:
     return found
 
 
-def expect_room(run: RunFolder, loss: RowLoss, source: Path, training: TrainingConfig) -> None:
+def expect_room_for_all(run: RunFolder, loss: RowLoss, source: Path, training: TrainingConfig) -> None:
     """InputError where the disk has no room for what a fine-tuning writes: states, each the weights that are trained
     and their two moments in float32, and at its end the new weights and the checkpoint that is made of them.
     """

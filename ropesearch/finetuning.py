@@ -32,7 +32,7 @@ from ropesearch.finetune_folder import (
     NEW_WEIGHTS,
     TOKENS,
     expect_own,
-    expect_room,
+    expect_room_for_all,
     expect_same,
     only_one,
 )
@@ -125,7 +125,7 @@ def finetune(job: FinetuneJob) -> FinetuneOutcome:
         loss = _prepared(job, loaded, processes, dtype, regimes[SHORT])
 
         if processes.is_first:
-            expect_room(run, loss, source, job.training)
+            expect_room_for_all(run, loss, source, job.training)
         for note in _notes(job, regimes):
             say(note)
         num_tokens = job.training.num_steps * job.training.num_step_rows * target_length
