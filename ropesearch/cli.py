@@ -38,7 +38,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """
     words = list(sys.argv[1:] if arguments is None else arguments)
     again = shlex.join(["ropesearch", *words])
-    stopping = Stopping(again)
+    if "TORCHELASTIC_RUN_ID" in os.environ:  # torchrun has started this; what else it was told is not known
+        again = f"torchrun ... -m ropesearch.cli {shlex.join(words)}"
+    stopping = Stopping(again if os.environ.get("RANK", "0") == "0" else None)
     with stopping.listening(until_the_end=arguments is None):
         try:
             try:

@@ -135,7 +135,7 @@ class FinetuneJob(JobConfig):
 class EvaluateJob(JobConfig):
     """Measure a searched checkpoint against the unscaled model and the usual methods, by length and position."""
 
-    path: str = setting("", "checkpoint folder with a rope_config.json, or the run folder of a search")
+    path: str = setting("", "checkpoint folder with a rope_config.json, or the run folder of a search or fine-tuning")
     run: str | None = setting(None, "folder for the results; by default runs/evaluate-<fingerprint of what is asked>")
     seed: int = setting(0, "seed of the splits (as in the search) and of the intervals")
     lengths: list[int] = setting([], "lengths in tokens; by default original_length and its doublings up to the target")
@@ -161,7 +161,7 @@ class EvaluateJob(JobConfig):
 class VerifyJob(JobConfig):
     """Prove that a folder's weights, table and logits are what its rope_config.json says."""
 
-    path: str = setting("", "checkpoint folder with a rope_config.json, or the run folder of a search")
+    path: str = setting("", "checkpoint folder with a rope_config.json, or the run folder of a search or fine-tuning")
     levels: list[VerifyLevel] = setting(list(VerifyLevel), "what to check")
     max_logits_tokens: int = setting(8192, "greatest length in tokens at which logits are compared")
 
@@ -391,7 +391,7 @@ def _name_and_value(text: str, names: Sequence[str]) -> tuple[str, str]:
     if not equals:
         raise InputError(f"{text}: expected key=value{_nearest(name, names)}")
     if name not in names:
-        raise InputError(f"{name}: no such key{_nearest(name, names)}; see --help for all keys")
+        raise InputError(f"{name}: no such key{_nearest(name, names)} (see --help for all keys)")
     return name, value
 
 

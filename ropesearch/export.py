@@ -18,6 +18,7 @@ from ropesearch.artifact.schema import RopeConfig
 from ropesearch.artifact.verify import Finding
 from ropesearch.artifact.verify import verify as verify_folder
 from ropesearch.config import ExportJob, expect_given
+from ropesearch.data.mixture import SHORT
 from ropesearch.data.windows import Windows, build_windows, check_vocabulary
 from ropesearch.errors import InputError, NothingScoredError, ScoringError
 from ropesearch.evaluate.perplexity import Evaluation, RegimeAt, perplexity_table
@@ -102,10 +103,10 @@ def _short_rows(folder: Path, rope_config: RopeConfig, windows: Windows, device:
     length, long = windows.length_tokens, rope_config.regimes[-1]
     before = rope_config.regime_for(length)
     own = own_table(folder, rope_config)
-    regimes: dict[str, RegimeAt] = {
-        (before.name if before != long else UNSCALED): (lambda _: before) if before != long else own.regime_at,
-        long.name: lambda _: long,
-    }
+    regimes: dict[str, RegimeAt] = {before.name: lambda _: before}
+    if before == long:  # what short inputs had was the checkpoint's own table, which fine-tuning has made a regime of
+        regimes = {SHORT if rope_config.training else UNSCALED: own.regime_at}
+    regimes[long.name] = lambda _: long
 
     def score(regime: Regime, of: Windows) -> Score:
         with installed(loaded, regime):

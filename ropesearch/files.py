@@ -1,6 +1,7 @@
 """Writing files so that a reader never meets half of one, and hashing what was written."""
 
 import contextlib
+import errno
 import fcntl
 import hashlib
 import json
@@ -43,6 +44,25 @@ def written_beside(path: Path) -> Iterator[BinaryIO]:
             if isinstance(error, OSError) and error.filename in (None, str(beside)):
                 error.filename = str(path)
             raise
+
+
+@contextlib.contextmanager
+def naming(path: Path) -> Iterator[None]:
+    """Where the system refuses something in the block without saying where, the OSError's filename is `path`."""
+    try:
+        yield
+    except OSError as error:
+        if error.filename is None:
+            error.filename = str(path)
+        raise
+
+
+def expect_room(folder: Path, num_bytes: int) -> None:
+    """Raise OSError, as a full disk would, where so many bytes have no room beside what is in `folder`."""
+    free_bytes = shutil.disk_usage(folder).free
+    if free_bytes < num_bytes:
+        reason = f"{num_bytes:,} bytes are needed, {free_bytes:,} are free"
+        raise OSError(errno.ENOSPC, f"{os.strerror(errno.ENOSPC)}: {reason}", str(folder))
 
 
 @contextlib.contextmanager

@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import logging
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,6 @@ from ropesearch.artifact.folder import write_checkpoint_folder
 from ropesearch.artifact.load import find_folder, load_unscaled, own_table, read_bound
 from ropesearch.artifact.origin import Origin
 from ropesearch.artifact.schema import FILE_NAME, RopeConfig
-from ropesearch.artifact.strict_json import read_json_object
 from ropesearch.artifact.verify import verify as verify_folder
 from ropesearch.artifact.weights import check_stored_names, stored_dtypes, write_weights
 from ropesearch.config import FinetuneJob, expect_given, plain
@@ -26,17 +26,26 @@ from ropesearch.data.training_tokens import TrainingTokens
 from ropesearch.data.windows import build_windows, check_vocabulary, evaluation_texts
 from ropesearch.errors import InputError
 from ropesearch.evaluate.perplexity import Evaluation
+from ropesearch.evaluate.table import perplexity_text
+from ropesearch.finetune_folder import (
+    ASKED,
+    NEW_WEIGHTS,
+    TOKENS,
+    expect_own,
+    expect_room_for_all,
+    expect_same,
+    only_one,
+)
 from ropesearch.finetune_tracking import FinetuneTracker
 from ropesearch.model.config import DType, ModelConfig
 from ropesearch.model.install import installed, prove_installable
 from ropesearch.model.load import LoadedModel, load_tokenizer, quiet_transformers
 from ropesearch.report import AFTER, BEFORE, FinetuneOutcome
 from ropesearch.rope.regime import Regime
-from ropesearch.run_folder import CONFIG, LAUNCHER_FOLDER, RunFolder, versions
+from ropesearch.run_folder import RunFolder, versions
 from ropesearch.score.forward import vocabulary_tokens
 from ropesearch.score.scorer import prove_scorer
 from ropesearch.scoring import cache_folder
-from ropesearch.search.ownership import claimed
 from ropesearch.search.trials import regime_json
 from ropesearch.track.config import NoTracking
 from ropesearch.track.progress import ProgressDisplay
@@ -53,10 +62,6 @@ _log = logging.getLogger(__name__)
 # Keys that say how it is done and not what comes out.
 _NOT_IN_ITS_NAME = ("run", "cache", "device", "track")
 _NOT_IN_ITS_RESULT = ("save_every_steps", "num_kept_states", "measure_every_steps")
-_TOKENS = "training-tokens"
-_NEW_WEIGHTS = "new-weights"
-_ASKED = "asked.json"
-_LOCK = "finetune.lock"
 
 
 def finetune(job: FinetuneJob) -> FinetuneOutcome:
@@ -84,17 +89,22 @@ def finetune(job: FinetuneJob) -> FinetuneOutcome:
     processes = Processes.joined(job.device)
     run = RunFolder.of("finetune", job.run, plain(job), without=_NOT_IN_ITS_NAME)
     if processes.is_first:
-        _expect_own(run)
+        expect_own(run)
     with contextlib.ExitStack() as stack:
         if processes.is_first:
             stack.enter_context(run.logged())
-        stack.enter_context(_only_one(run, processes))
+        stack.enter_context(only_one(run, processes))
         display = stack.enter_context(ProgressDisplay(quiet=not processes.is_first))
+
+        def say(note: str) -> None:
+            _log.warning("%s", note)
+            display.say(f"note: {note}")
+
         tracking = job.track if processes.is_first else NoTracking()
         tracker = stack.enter_context(FinetuneTracker(tracking, run.path, display.say))
         origin = Origin.read(source, lambda folder: read_bound(folder).checkpoint)
         asked = _asked(job, origin)
-        _expect_same(run, asked)
+        expect_same(run, asked, job.corpus.path)
         if (finished := _finished(run)) is not None:
             _tidied(run, processes)
             tracker.begin(asked, origin.binding.digest, plain(job))
@@ -114,6 +124,10 @@ def finetune(job: FinetuneJob) -> FinetuneOutcome:
         dtype = _compute_dtype(job, source)
         loss = _prepared(job, loaded, processes, dtype, regimes[SHORT])
 
+        if processes.is_first:
+            expect_room_for_all(run, loss, source, job.training)
+        for note in _notes(job, regimes):
+            say(note)
         num_tokens = job.training.num_steps * job.training.num_step_rows * target_length
         with _first_before_the_others(processes):
             tokens = prepare_training_tokens(
@@ -124,33 +138,32 @@ def finetune(job: FinetuneJob) -> FinetuneOutcome:
                 row_tokens=target_length,
                 num_tokens=num_tokens,
                 exclude=[evaluation_texts(job.corpus, tokenizer, target_length, job.seed, cache)],
-                folder=run.path / _TOKENS,
+                folder=run.path / TOKENS,
                 seed=job.seed,
             )
         for note in tokens.notes():
-            _log.warning("%s", note)
-            display.say(f"note: {note}")
+            say(note)
         mixture = Mixture(tokens, job.mixture, tokenizer, original_length, target_length, job.seed)
         _check_training_vocabulary(tokens, vocabulary_tokens(loaded.model))
 
         if processes.is_first:
             run.describe(plain(job))
-            files.write_json(run.path / _ASKED, asked)
+            files.write_json(run.path / ASKED, asked)
         tracker.begin(asked, origin.binding.digest, plain(job))
 
+        losses: dict[str, str] = {}  # of each regime's last rows, as not every step has some of each
+
         def on_event(event: StepEvent) -> None:
-            short, long = (event.nats_per_token(regime) for regime in (SHORT, LONG))
-            losses = " ".join(f"{name} {loss:.3f}" for name, loss in ((SHORT, short), (LONG, long)) if loss is not None)
-            note = f"nats per token {losses}" if losses else ""
+            losses.update(_losses(event))
+            shown = " ".join(losses[name] for name in (SHORT, LONG) if name in losses)
+            parts = [f"nats per token {shown}"] if losses else []
             if event.measured:
-                note += " held out " + ", ".join(f"{each.name} {each.perplexity:.3f}" for each in event.measured)
+                parts.append("held out " + ", ".join(f"{each.name} {_perplexity(each)}" for each in event.measured))
+            note = " ".join(parts)
+            if event.measured:
                 _log.info("step %d: %s", event.step, note)
             display.show("steps", event.step / job.training.num_steps, note)
             tracker.update(event)
-
-        def on_spike(said: str) -> None:
-            _log.warning("%s", said)
-            display.say(f"note: {said}")
 
         training = FineTuning(
             loaded,
@@ -169,7 +182,7 @@ def finetune(job: FinetuneJob) -> FinetuneOutcome:
             compute_dtype=dtype,
             stored_dtypes=stored_dtypes(source),
             on_event=on_event,
-            on_spike=on_spike,
+            on_note=say,
         )
         measured = training.run()
 
@@ -190,21 +203,6 @@ def finetune(job: FinetuneJob) -> FinetuneOutcome:
         _tidied(run, processes)
         tracker.result(rope_config)
         return _outcome(run, rope_config)
-
-
-@contextlib.contextmanager
-def _only_one(run: RunFolder, processes: Processes) -> Iterator[None]:
-    """Within the block no other fine-tuning works in this run folder. InputError where one does."""
-    if not processes.is_first:
-        yield
-        return
-    with claimed(run.path / _LOCK) as held:
-        if not held:
-            raise InputError(
-                f"run: expected a run folder that nobody is at work in, got {run.path}, where a fine-tuning is under "
-                "way; wait for it, or give another with run="
-            )
-        yield
 
 
 @contextlib.contextmanager
@@ -231,43 +229,6 @@ def _asked(job: FinetuneJob, origin: Origin) -> dict[str, Any]:
     }
 
 
-def _expect_own(run: RunFolder) -> None:
-    """InputError where the run folder holds other things than a fine-tuning; nothing is written there then."""
-    ours = {"log.txt", _LOCK, _TOKENS, LAUNCHER_FOLDER}  # of one that was killed before it was described
-    others = sorted({entry.name for entry in run.path.iterdir()} - ours)
-    if others and not (run.path / _ASKED).is_file() and not (run.path / CONFIG).is_file():
-        raise InputError(
-            f"run: expected a new folder or that of a fine-tuning, got {run.path}, which holds {others[0]}"
-            f"{f' and {len(others) - 1} more' if len(others) > 1 else ''}; give another with run="
-        )
-
-
-def _expect_same(run: RunFolder, asked: Mapping[str, Any]) -> None:
-    """InputError where the run folder holds a fine-tuning that was asked otherwise."""
-    path = run.path / _ASKED
-    if not path.is_file():
-        return
-    there = _by_key(read_json_object(path))
-    here = _by_key(asked)
-    differing = [key for key in dict.fromkeys((*there, *here)) if there.get(key) != here.get(key)]
-    if differing:
-        raise InputError(
-            f"run: expected the fine-tuning that {run.path} was begun with, got another; give another run folder, or "
-            "the same again:\n"
-            + "\n".join(f"  {key}: {there.get(key)} there, {here.get(key)} asked" for key in differing)
-        )
-
-
-def _by_key(value: Any, prefix: str = "") -> dict[str, Any]:
-    """The values of nested objects by their dotted keys."""
-    if not isinstance(value, Mapping):
-        return {prefix: value}
-    found: dict[str, Any] = {}
-    for key, inner in value.items():
-        found |= _by_key(inner, f"{prefix}.{key}" if prefix else key)
-    return found
-
-
 def _finished(run: RunFolder) -> FinetuneOutcome | None:
     """The result of a run that has come to its end, or None."""
     if not (run.path / FILE_NAME).is_file():
@@ -277,7 +238,7 @@ def _finished(run: RunFolder) -> FinetuneOutcome | None:
 
 def _tidied(run: RunFolder, processes: Processes) -> None:
     """Remove what only a training under way needs."""
-    for name in (STATES, _TOKENS, _NEW_WEIGHTS):
+    for name in (STATES, TOKENS, NEW_WEIGHTS):
         if processes.is_first and (run.path / name).is_dir():
             files.remove_folder(run.path / name)
 
@@ -341,6 +302,38 @@ def _prepared(
     return loss
 
 
+def _notes(job: FinetuneJob, regimes: Mapping[str, Regime]) -> list[str]:
+    """What a user should know before the first step."""
+    notes = []
+    if regimes[SHORT].is_same_table(regimes[LONG]):
+        notes.append(
+            f"the base's searched table ({regimes[LONG].name}) is its own: there is no second table to learn, the "
+            "weights alone are trained to read on"
+        )
+    shares = job.mixture.shares
+    for name, share in ((SHORT, shares[0]), (LONG, math.fsum(shares[1:]))):
+        if not share:
+            notes.append(f"mixture.shares gives no {name} rows: what the {name} table costs is measured, not trained")
+    return notes
+
+
+def _losses(event: StepEvent) -> dict[str, str]:
+    """In nats per token of the step's rows, by regime; of short ones also the divergence from the base, if asked."""
+    found = {}
+    for name in (SHORT, LONG):
+        loss = event.nats_per_token(name)
+        if loss is not None:
+            found[name] = f"{name} {loss:.3f}"
+    if event.divergence_nats:
+        num_tokens = sum(event.tokens[bucket] for bucket, name in event.regime_of.items() if name == SHORT)
+        found[SHORT] += f" (divergence from the base {event.divergence_nats / num_tokens:.4f})"
+    return found
+
+
+def _perplexity(measured: Measurement) -> str:
+    return perplexity_text(float(measured.window_nats.sum()), measured.num_window_tokens * len(measured.window_nats))
+
+
 def _row(measured: Measurement, method: str, length: int) -> Evaluation:
     nats, num_windows = float(measured.window_nats.sum()), len(measured.window_nats)
     return Evaluation(
@@ -373,17 +366,11 @@ def _written(
         write_weights(source, None, base, lambda name: tensors[name]())
         processes.wait_for_all()
         return RopeConfig.read(run.path)
-    plain_folder = run.path / _NEW_WEIGHTS
+    plain_folder = run.path / NEW_WEIGHTS
     if plain_folder.is_dir():  # of a run that was killed before its end
         files.remove_folder(plain_folder)
-    try:
-        with files.folder_beside(plain_folder) as stage:
-            write_weights(source, stage / "checkpoint", base, lambda name: tensors[name]())
-    except OSError as error:
-        raise InputError(
-            f"{run.path}: expected a place to write the new weights to, got {error.strerror or error}; the state after "
-            "the last step is kept: make room, then give the same command again"
-        ) from error
+    with files.naming(plain_folder), files.folder_beside(plain_folder) as stage:
+        write_weights(source, stage / "checkpoint", base, lambda name: tensors[name]())
     folder = plain_folder / "checkpoint"
     rope_config = RopeConfig(
         target_length=base.target_length,
@@ -399,6 +386,7 @@ def _written(
     checkpoint = run.path / "checkpoint"
     if checkpoint.is_dir():
         files.remove_folder(checkpoint)
+    files.expect_room(run.path, sum(file.num_bytes for file in rope_config.checkpoint.files))
     write_checkpoint_folder(folder, checkpoint, rope_config, WeightsMode.copy, allow_unportable=True)
     rope_config.write(run.path / FILE_NAME)
     processes.wait_for_all()

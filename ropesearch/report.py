@@ -119,6 +119,8 @@ class SearchOutcome:
         return "\n".join(parts)
 
 
+_LEAST_OF_INTERVAL = 3  # documents: the interval of two is no more than both of them
+
 # Methods of a fine-tuning's held-out rows: the weights before it and after it, each under the regime for the length.
 BEFORE, AFTER = "before fine-tuning", "fine-tuned"
 
@@ -155,8 +157,9 @@ class FinetuneOutcome:
             before, after = (rows[method, regime.max_length] for method in (BEFORE, AFTER))
             num_documents = len(before.window_nats)
             cells = [perplexity_text(sum(each.window_nats), sum(each.window_tokens)) for each in (before, after)]
-            lines.append([f"{regime.max_length:,}", regime.name, *cells, _change(after, before)])
-            if sum(after.window_nats) > sum(before.window_nats):
+            change, is_worse = _change(after, before)
+            lines.append([f"{regime.max_length:,}", regime.name, *cells, change])
+            if is_worse:
                 worse.append(
                     f"note: worse than before at {regime.max_length:,} tokens; where that is not meant, give a lower "
                     "training.peak_learning_rate or other mixture.shares in a new run"
@@ -166,6 +169,7 @@ class FinetuneOutcome:
         parts = [
             f"perplexity ({num_documents} held-out document{'s' if num_documents > 1 else ''})",
             aligned(lines),
+            *self._before_lines(),
             "",
             *worse,
             *(f"note: {limit}" for limit in loader_limits(self.rope_config)),
@@ -175,6 +179,16 @@ class FinetuneOutcome:
             f"checkpoint  {self.checkpoint_folder}  ({state}; all levels: {verify_command})",
         ]
         return "\n".join(parts)
+
+    def _before_lines(self) -> list[str]:
+        """What `before` is: not what the base's folder serves, which has one table."""
+        short, long = self.rope_config.regimes
+        if short.is_same_table(long):
+            return []
+        return [
+            f"before: the base's weights under the same two tables; the base's own folder serves up to "
+            f"{short.max_length:,} tokens with the {long.name} one too"
+        ]
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,15 +203,14 @@ class _Windows:
         return cls(row["window_nats"], row["window_tokens"])
 
 
-def _change(after: _Windows, before: _Windows) -> str:
-    """Of perplexity, with its interval where there is more than one document."""
-    if len(after.window_nats) < 2:
-        return _signed(math.expm1((after.window_nats[0] - before.window_nats[0]) / after.window_tokens[0]), ".1%")
+def _change(after: _Windows, before: _Windows) -> tuple[str, bool]:
+    """Of perplexity, and whether it is worse; by the interval, where there are documents enough for one."""
+    if len(after.window_nats) < _LEAST_OF_INTERVAL:
+        difference = (sum(after.window_nats) - sum(before.window_nats)) / sum(after.window_tokens)
+        return _increase(difference), difference > 0
     interval = paired_interval(after, before)
-    change, low, high = (
-        _signed(math.expm1(each), ".1%") for each in (interval.difference, interval.low, interval.high)
-    )
-    return f"{change} ({low} to {high})"
+    change, low, high = (_increase(each) for each in (interval.difference, interval.low, interval.high))
+    return f"{change} ({low} to {high})", interval.low > 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -314,7 +327,7 @@ def _guard_text(result: SearchResult, excess: float) -> str:
         kept = f"all {num_scored} scored candidates keep it" if num_kept else "no candidate was scored"
     else:
         kept = f"{num_kept or 'none'} of {num_scored} scored candidates {'keep' if num_kept != 1 else 'keeps'} it"
-    increase = _signed(math.expm1(excess + result.objective.tolerance_nats), ".2%")
+    increase = _increase(excess + result.objective.tolerance_nats, num_decimals=2)
     stands = "keeps it" if excess <= 0 else "BREAKS it, the least of all finalists"
     return (
         f"guard: {kept} on the search windows; on the selection windows {result.method}, at {increase}, {stands} "
@@ -360,7 +373,7 @@ def short_price_text(before: Evaluation, after: Evaluation) -> str:
     return (
         f"perplexity at {before.length} tokens {perplexity_text(before.nats, before.tokens)} {before.method}, "
         f"{perplexity_text(after.nats, after.tokens)} now "
-        f"({_signed(math.expm1(after.nats / after.tokens - before.nats / before.tokens), '.1%')})"
+        f"({_increase(after.nats / after.tokens - before.nats / before.tokens)})"
     )
 
 
@@ -371,6 +384,17 @@ def above_text(row: Evaluation, won: Evaluation) -> str:
     interval = paired_interval(row, won)
     difference, low, high = (_signed(each, ".4f") for each in (interval.difference, interval.low, interval.high))
     return f"{difference} ({low} to {high})"
+
+
+def _increase(nats_per_token: float, num_decimals: int = 1) -> str:
+    """By which part a perplexity is higher that lies so many nats per token above another, in percent."""
+    try:
+        part = math.expm1(nats_per_token)
+    except OverflowError:
+        part = math.inf
+    if part < 100:
+        return _signed(part, f".{num_decimals}%")
+    return f"{100 * part:+.2e}%"
 
 
 def _signed(value: float, form: str) -> str:

@@ -68,7 +68,7 @@ class RunFolder:
             raise InputError(
                 f"run: expected a folder that can be written to, got {path} ({reason}); give another with run="
             ) from error
-        found = _job_of(path / CONFIG)
+        found = job_of(path)
         if found != job_name and (path / CONFIG).exists():
             raise InputError(
                 f"run: expected a new folder or one of the job {job_name}, got {path}, which holds "
@@ -99,6 +99,9 @@ class RunFolder:
         logger.addHandler(handler)
         try:
             yield
+        except KeyboardInterrupt as stopped:
+            logger.info("stopped by %s", str(stopped) or "an interrupt")
+            raise
         except Exception as error:
             refused = isinstance(error, InputError | BindingError)
             if not refused:  # here, where the handler is still open; the command line then only names the file
@@ -116,10 +119,10 @@ class RunFolder:
                     self.path.parent.rmdir()
 
 
-def _job_of(path: Path) -> str | None:
-    """The job that a run's config.json is of; None for a file that is missing or something else."""
+def job_of(folder: Path) -> str | None:
+    """The job that a folder's config.json is of a run of; None for a file that is missing or something else."""
     try:
-        found = json.loads(path.read_bytes())["job"]
+        found = json.loads((folder / CONFIG).read_bytes())["job"]
     except (OSError, ValueError, KeyError, TypeError):
         return None
     return found if isinstance(found, str) else None

@@ -10,7 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from ropesearch.config import StatusJob
+from ropesearch.errors import InputError
 from ropesearch.evaluate.table import aligned, perplexity_text
+from ropesearch.run_folder import job_of
 from ropesearch.score.score import perplexity
 from ropesearch.search.status import ScoredTrial, SearchStatus, UnfinishedTrial, WorkerSign, read_status
 
@@ -24,7 +26,23 @@ def status(job: StatusJob) -> "StatusOutcome":
     Raises InputError for a folder that holds no search, and for a study that is damaged.
     """
     run_folder = Path(job.path).expanduser()
+    if job_of(run_folder) == "finetune":
+        raise InputError(
+            f"path: expected the run folder of a search, got {run_folder}, that of a fine-tuning "
+            f"{_so_far(run_folder)}; its log.txt and metrics.jsonl, a line for each step, tell the rest"
+        )
     return StatusOutcome(run_folder=run_folder, status=read_status(run_folder))
+
+
+def _so_far(run_folder: Path) -> str:
+    """How far a fine-tuning is."""
+    if (run_folder / "rope_config.json").is_file():
+        return "that is finished"
+    step = 0
+    with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+        for line in (run_folder / "metrics.jsonl").read_bytes().splitlines():
+            step = int(json.loads(line)["step"])
+    return f"that has done {step} steps"
 
 
 def _chosen(result: Path | None) -> dict[str, Any] | None:

@@ -53,15 +53,17 @@ def finishing(is_nearly_done: Callable[[], bool]) -> Iterator[None]:
         raise Stopped(postponed)
 
 
-def is_asked() -> bool:
-    """Within `finishing`, whether a signal has come that waits for the end of its block."""
-    return _postponed is not None
+def asked_by() -> str | None:
+    """Within `finishing`, the name of the signal that has come and waits for the end of its block, if one has."""
+    return _postponed
 
 
 class Stopping:
-    """What the signals of this process have asked for. `again` is the command that goes on with what was stopped."""
+    """What the signals of this process have asked for. `again` is the command that goes on with what was stopped; None
+    where another process of the same job says it.
+    """
 
-    def __init__(self, again: str) -> None:
+    def __init__(self, again: str | None) -> None:
         self._again = again
         self._signal: signal.Signals | None = None
         self._signalled = 0.0  # when, on the monotonic clock
@@ -106,7 +108,7 @@ class Stopping:
 
     def say(self) -> None:
         """Say once, on standard error, what happened and how to go on."""
-        if self._said:
+        if self._said or self._again is None:
             return
         self._said = True
         what = "interrupted"

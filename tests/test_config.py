@@ -364,7 +364,7 @@ def test_unknown_keys_are_refused_with_the_nearest(override: str, nearest: str) 
     "override", ["hydra.run.dir=x", "=1", "zzzz=1", "model.=1", "model.path.x=1", "--x=1", "a@b=1"]
 )
 def test_what_is_no_key_is_refused(override: str) -> None:
-    with pytest.raises(InputError, match=r": no such key.*; see --help"):
+    with pytest.raises(InputError, match=r": no such key.*\(see --help for all keys\)"):
         compose("search", None, [override])
 
 

@@ -115,6 +115,14 @@ def test_the_long_table_alone_is_what_plain_transformers_serves(place: Path, tmp
     assert short != pytest.approx(long, rel=1e-3)
 
 
+def test_exported_once_more_it_tells_the_same_price(place: Path, tmp_path: Path, capsys: Captured) -> None:
+    prices = []
+    for of, to in ((place / "two", tmp_path / "one"), (tmp_path / "one", tmp_path / "other")):
+        assert cli.main(["--json", *words(place, str(of), to, "single_table=true")]) == 0
+        prices.append(json.loads(capsys.readouterr().out)["short_price"])
+    assert prices[0] == prices[1] and [row["method"] for row in prices[1]] == ["short", "long"]
+
+
 def test_two_regimes_are_written_as_they_are(place: Path, tmp_path: Path, capsys: Captured) -> None:
     shutil.copytree(place / "two", tmp_path / "run" / "checkpoint")
     assert cli.main(["--json", *words(tmp_path, "run", tmp_path / "new" / "out")]) == 0

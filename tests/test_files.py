@@ -1,12 +1,22 @@
 """ropesearch/files.py: whole files or none, strict JSON, fingerprints."""
 
+import errno
 import hashlib
 import os
+import shutil
 from pathlib import Path
 
 import pytest
 
-from ropesearch.files import sha256_of_file, sha256_of_json, write_bytes, write_json, written_beside
+from ropesearch.files import (
+    expect_room,
+    naming,
+    sha256_of_file,
+    sha256_of_json,
+    write_bytes,
+    write_json,
+    written_beside,
+)
 
 
 def test_content_is_written_and_folders_are_made(tmp_path: Path) -> None:
@@ -81,3 +91,21 @@ def test_sha256_of_file_across_the_pieces_it_is_read_in(tmp_path: Path, num_byte
 def test_fingerprint_is_that_of_the_canonical_json() -> None:
     canonical = b'{"a":[1,2.5,null],"b":"\\u00e9"}'
     assert sha256_of_json({"b": "\u00e9", "a": (1, 2.5, None)}) == hashlib.sha256(canonical).hexdigest()
+
+
+def test_a_refusal_without_a_place_gets_one(tmp_path: Path) -> None:
+    with pytest.raises(OSError) as refusal, naming(tmp_path / "file"):
+        raise OSError(errno.ENOSPC, "No space left on device")
+    assert refusal.value.filename == str(tmp_path / "file")
+    with pytest.raises(FileNotFoundError) as refusal, naming(tmp_path / "file"):
+        (tmp_path / "other").read_bytes()
+    assert refusal.value.filename == str(tmp_path / "other")
+
+
+def test_too_little_room_is_a_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    usage = shutil.disk_usage(tmp_path)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=1000))
+    expect_room(tmp_path, 1000)
+    with pytest.raises(OSError, match="1,001 bytes are needed, 1,000 are free") as refusal:
+        expect_room(tmp_path, 1001)
+    assert (refusal.value.errno, refusal.value.filename) == (errno.ENOSPC, str(tmp_path))

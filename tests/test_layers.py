@@ -16,7 +16,7 @@ FLOORS = [
     {"model", "data"},
     {"score", "artifact"},
     {"search", "train", "evaluate", "track", "launch"},
-    {"config", "report", "scoring", "tracking", "finetune_tracking"},
+    {"config", "report", "scoring", "tracking", "finetune_folder", "finetune_tracking"},
     {"pipeline", "export", "finetuning", "status", "demo"},
     {"cli"},
 ]

@@ -20,7 +20,7 @@ BLOCKS = re.findall(r"^```(\w*)\n(.*?)^```$", README, flags=re.MULTILINE | re.DO
 SMALL = [
     "budget.num_trials=6", "selection.num_finalists=2",
     "cache=null",
-    "training.num_steps=2", "training.num_step_rows=3", "training.num_warmup_steps=1",
+    "training.num_steps=2", "training.num_step_rows=3", "training.num_warmup_steps=1", "mixture.needle_share=0",
     *(f"corpus.num_{split}_windows=3" for split in ("search", "selection", "held_out")),
 ]  # fmt: skip
 

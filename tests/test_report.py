@@ -15,7 +15,7 @@ from ropesearch.evaluate.interval import paired_interval
 from ropesearch.evaluate.needle import NeedleEvaluation
 from ropesearch.evaluate.perplexity import Evaluation
 from ropesearch.evaluate.table import perplexity_text
-from ropesearch.report import EvaluateOutcome, SearchOutcome, VerifyOutcome
+from ropesearch.report import AFTER, BEFORE, EvaluateOutcome, FinetuneOutcome, SearchOutcome, VerifyOutcome
 from ropesearch.rope.regime import Regime
 from ropesearch.score.objective import Objective, Part
 from ropesearch.score.score import Score
@@ -23,7 +23,7 @@ from ropesearch.search.front import Point
 from ropesearch.search.run import SearchResult
 from ropesearch.search.selection import Finalist
 from tests import toys
-from tests.artifact.examples import REGIME, TARGET_LENGTH, rope_config
+from tests.artifact.examples import FINE_TUNED, REGIME, SHORT, TARGET_LENGTH, rope_config
 
 TOKENS = 100  # of each window
 
@@ -372,3 +372,68 @@ def test_it_says_that_only_the_last_tokens_were_scored() -> None:
     search = {**outcome().rope_config.search, "objective": {"name": "perplexity", "last_tokens": 32}}
     text = dataclasses.replace(outcome(), rope_config=rope_config(search=search)).to_text()
     assert "tokens, of the last 32 of each window (" in text
+
+
+def finetuned(before: list[list[float]], after: list[list[float]], **changes: Any) -> FinetuneOutcome:
+    """A fine-tuning by nats per token of each document: short ones, then long ones."""
+    rows = [
+        row(method, length, *nats).to_json()
+        for method, both in ((BEFORE, before), (AFTER, after))
+        for length, nats in zip((toys.ORIGINAL_LENGTH, TARGET_LENGTH), both, strict=True)
+    ]
+    result = rope_config(**{**FINE_TUNED, "evaluation": rows, **changes})
+    return FinetuneOutcome(
+        run_folder=Path("runs/a"), checkpoint_folder=Path("runs/a/checkpoint"), rope_config=result, findings=[OK]
+    )
+
+
+def test_the_table_of_a_fine_tuning() -> None:
+    outcome = finetuned([[1.0, 1.2, 1.4], [2.0, 2.5, 3.0]], [[1.1, 1.3, 1.5], [1.9, 2.4, 2.9]])
+    lines = outcome.to_text().splitlines()
+    assert lines[0] == "perplexity (3 held-out documents)"
+    up, down = math.expm1(0.1), math.expm1(-0.1)
+    assert lines[2].split()[-4:] == [f"{up:+.1%}", f"({up:+.1%}", "to", f"{up:+.1%})"]
+    assert lines[3].split() == [
+        str(TARGET_LENGTH), "long", perplexity_text(2.5, 1), perplexity_text(2.4, 1), f"{down:+.1%}", f"({down:+.1%}",
+        "to", f"{down:+.1%})",
+    ]  # fmt: skip
+    assert lines[4] == (
+        "before: the base's weights under the same two tables; the base's own folder serves up to 64 tokens with the "
+        "long one too"
+    )
+    assert "note: worse than before at 64 tokens" in outcome.to_text()
+    assert "note: worse than before at 256 tokens" not in outcome.to_text()
+
+
+def test_worse_is_said_only_where_the_interval_says_so() -> None:
+    before, after = [1.0, 1.0, 1.0, 1.0], [1.02, 0.99, 1.01, 0.99]
+    interval = paired_interval(row("b", 64, *after), row("a", 64, *before))
+    assert interval.low < 0 < interval.difference
+    assert "worse" not in finetuned([before, before], [after, before]).to_text()
+
+
+@pytest.mark.parametrize("num_documents", [1, 2])
+def test_few_documents_have_no_interval(num_documents: int) -> None:
+    before, after = [[1.0] * num_documents] * 2, [[1.5] * num_documents] * 2
+    outcome = finetuned(before, after)
+    assert outcome.to_text().splitlines()[2].split()[-1] == f"{math.expm1(0.5):+.1%}"
+    assert "note: worse than before at 64 tokens" in outcome.to_text()
+
+
+@pytest.mark.parametrize(
+    ("nats", "shown", "change"),
+    [(80.0, "5.54e+34", "+2.04e+36%"), (800.0, "inf", "+inf%"), (8.0, "2981", "+1.10e+05%")],
+)
+def test_ruined_weights_are_reported_in_few_digits(nats: float, shown: str, change: str) -> None:
+    line = finetuned([[1.0], [1.0]], [[nats], [1.0]]).to_text().splitlines()[2]
+    assert line.split()[-2:] == [shown, change]
+
+
+def test_of_one_table_for_both_regimes_no_crossing_is_said() -> None:
+    """Nothing can go wrong where the tables are the same."""
+    unscaled = dataclasses.replace(SHORT, name="unscaled", max_length=TARGET_LENGTH)
+    same = finetuned([[1.0], [1.0]], [[1.0], [1.0]], regimes=(SHORT, unscaled)).to_text()
+    assert "grows across" not in same and "single_table" not in same and "before:" not in same
+    assert "note: vLLM serves 64 tokens by default, and more with --max-model-len" in same
+    other = finetuned([[1.0], [1.0]], [[1.0], [1.0]]).to_text()
+    assert "a sequence that grows across 64 tokens" in other and "single_table=true" in other

@@ -12,6 +12,7 @@ import pytest
 
 from ropesearch.errors import BindingError, InputError
 from ropesearch.run_folder import LOGGED_IN, RunFolder, versions
+from ropesearch.stopping import Stopped
 
 ASKED: dict[str, Any] = {"model": {"path": "m"}, "seed": 1, "run": None, "budget": {"minutes": None}}
 WITHOUT = ("run", "budget")
@@ -150,8 +151,9 @@ def test_what_was_asked_wrongly_is_not_logged(tmp_path: Path) -> None:
     assert (tmp_path / "log.txt").read_text() == "of another run\n"
 
 
-def test_an_interruption_is_no_error(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("stop", "by"), [(KeyboardInterrupt(), "an interrupt"), (Stopped("SIGTERM"), "SIGTERM")])
+def test_an_interruption_is_no_error(stop: KeyboardInterrupt, by: str, tmp_path: Path) -> None:
     with pytest.raises(KeyboardInterrupt), RunFolder(tmp_path, "search").logged():
-        raise KeyboardInterrupt
-    assert (tmp_path / "log.txt").read_text() == ""
+        raise stop
+    assert (tmp_path / "log.txt").read_text().endswith(f" INFO ropesearch: stopped by {by}\n")
     assert logging.getLogger("ropesearch").handlers == []

@@ -112,6 +112,24 @@ def test_wrong_folders_are_one_line_and_exit_2(tmp_path: Path, capsys: Captured)
     assert err.count("\n") == 1
 
 
+def test_of_a_fine_tuning_it_says_where_to_look(tmp_path: Path, capsys: Captured) -> None:
+    (tmp_path / "config.json").write_text('{"job": "finetune"}')
+    for content, so_far in (
+        (None, "that has done 0 steps"),
+        ('{"step": 0}\n{"step": 1}\n{"step": 2}\n{"st', "that has done 2 steps"),
+    ):
+        if content is not None:
+            (tmp_path / "metrics.jsonl").write_text(content)
+        assert main(["status", str(tmp_path)]) == 2
+        expected = (
+            f"got {tmp_path}, that of a fine-tuning {so_far}; its log.txt and metrics.jsonl, a line for each step"
+        )
+        assert expected in capsys.readouterr().err
+    (tmp_path / "rope_config.json").write_text("{}")
+    assert main(["status", str(tmp_path)]) == 2
+    assert "that of a fine-tuning that is finished; its log.txt" in capsys.readouterr().err
+
+
 def test_it_needs_no_heavy_library(tmp_path: Path) -> None:
     study = new_study(tmp_path)
     add_complete(study, 1.5, "unscaled")

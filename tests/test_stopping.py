@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from ropesearch.stopping import Stopped, Stopping, finishing, is_asked
+from ropesearch.stopping import Stopped, Stopping, asked_by, finishing
 
 
 @pytest.fixture
@@ -42,7 +42,7 @@ def test_a_signal_that_comes_twice_is_one(second: signal.Signals, stopping: Stop
     done = []
     with pytest.raises(Stopped, match="SIGTERM"), finishing(lambda: True):
         signal.raise_signal(signal.SIGTERM)
-        assert is_asked()
+        assert asked_by() == "SIGTERM"
         signal.raise_signal(second)
         done.append("finished")
     assert done == ["finished"] and stopping.exit_code == 75
@@ -89,3 +89,10 @@ def test_usr2_is_left_to_who_heeds_it_already() -> None:
         assert heard == [signal.SIGUSR2]
     finally:
         signal.signal(signal.SIGUSR2, before)
+
+
+def test_another_process_of_the_job_says_nothing(capsys: pytest.CaptureFixture[str]) -> None:
+    Stopping(None).say()
+    assert capsys.readouterr().err == ""
+    Stopping("this again").say()
+    assert capsys.readouterr().err == "ropesearch: interrupted; go on with: this again\n"

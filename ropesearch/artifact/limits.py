@@ -42,6 +42,9 @@ def _limits(rope_config: RopeConfig) -> Iterator[str]:
 
 def _of_two(short: Regime, long: Regime, model_type: str) -> Iterator[str]:
     threshold = short.max_length
+    if short.is_same_table(long):
+        yield f"vLLM serves {threshold} tokens by default, and more with --max-model-len"
+        return
     crossing = (
         "generate() of this family computes them anew there in transformers 5.24, forgets all but the last token in "
         "5.16; a loop of forward passes goes on with the wrong ones"

@@ -21,6 +21,7 @@ from ropesearch.model.install import installed
 from ropesearch.model.load import LoadedModel, load_model, read_own
 from ropesearch.model.own import OwnTable
 from ropesearch.rope.regime import Regime
+from ropesearch.run_folder import job_of
 
 
 def load(
@@ -92,11 +93,16 @@ def find_folder(path: Path) -> Path:
             if not (folder / "config.json").is_file():
                 raise InputError(f"{folder}: expected config.json beside {schema.FILE_NAME}, got none; restore it")
             return folder
-    what = "one without" if path.is_dir() else "no folder"
-    raise InputError(
-        f"{path}: expected a checkpoint folder with {schema.FILE_NAME}, or the run folder of a finished search, "
-        f"got {what}; `ropesearch search` writes such a folder"
-    )
+    expected = f"a checkpoint folder with {schema.FILE_NAME}, or the run folder of a finished search or fine-tuning"
+    job = job_of(path)
+    if job in ("search", "finetune"):
+        kind = "search" if job == "search" else "fine-tuning"
+        raise InputError(
+            f"{path}: expected {expected}, got that of a {kind} that is not finished; the same `ropesearch {job}` "
+            "command as before goes on with it"
+        )
+    what = "a folder without" if path.is_dir() else "a file" if path.exists() else "nothing at this path"
+    raise InputError(f"{path}: expected {expected}, got {what}; `ropesearch search` writes such a folder")
 
 
 def load_unscaled(

@@ -1,11 +1,14 @@
 """Writing changed weights as a checkpoint folder like the one that they came from."""
 
 import json
+import os
+import re
 import shutil
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 
 from ropesearch import files
@@ -66,7 +69,18 @@ def write_weights(
             if destination is not None:
                 tensors[entry.name] = tensor
         if destination is not None:
-            save_file(tensors, destination / path.name, metadata={"format": "pt"})
+            save_tensors(tensors, destination / path.name)
+
+
+def save_tensors(tensors: Mapping[str, torch.Tensor], path: Path) -> None:
+    """Write a safetensors file. Where the system refuses, OSError with its number and the path, as open() would."""
+    try:
+        save_file(dict(tensors), path, metadata={"format": "pt"})
+    except SafetensorError as error:
+        number = re.search(r"os error (\d+)", str(error))
+        if number is None:
+            raise
+        raise OSError(int(number[1]), os.strerror(int(number[1])), str(path)) from error
 
 
 def _write_small_files(source: Path, destination: Path, rope_config: RopeConfig, weight_names: set[str]) -> None:

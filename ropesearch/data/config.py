@@ -14,7 +14,7 @@ TEXT_SUFFIXES = frozenset({".txt", ".md"})
 RECORD_SUFFIXES = frozenset({".jsonl", ".parquet"})
 TRAINING = "training"  # the subfolder of a corpus already split that is trained on
 SHARE_TOLERANCE = 1e-6  # of a sum of shares that were rounded
-CORPUS_KINDS = "a text file, a folder of .txt or .md files, a .jsonl or .parquet file, or a dataset's name"
+CORPUS_KINDS = "a folder of .txt or .md files (one document each), a .jsonl or .parquet file, or a dataset's name"
 
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 
@@ -25,9 +25,9 @@ class CorpusConfig:
 
     path: str = setting(
         "",
-        "A text file, a folder (of .txt and .md files, or of .jsonl and .parquet files, at any depth), a "
-        ".jsonl or .parquet file, a folder with the subfolders search, selection and held_out (already "
-        "split), or the name of a dataset on the hub. Must be given",
+        "a folder of .txt and .md files, each one document, or of .jsonl and .parquet files, each record one document, "
+        "at any depth; one such file; a folder with the subfolders search, selection and held_out (already split); or "
+        "the name of a dataset on the hub. Has to be given; a run takes at least three documents",
     )
     text_field: str = setting("text", "the field of a .jsonl, .parquet or hub record that holds the text")
     dataset_config: str | None = setting(None, "configuration of a hub dataset that has several")
@@ -112,8 +112,8 @@ class MixtureConfig:
     )
     needle_share: float = setting(
         0.3,
-        "what part of the long rows has a fact put into its text, and asked for at the row's end (data/needles.py): so "
-        "that retrieval over long distances is kept, which prose alone does not ask for",
+        "what part of the long rows has a fact put into its text, and asked for at the row's end, as in a needle "
+        "test: so that retrieval over long distances is kept, which prose alone does not ask for",
     )
 
     def __post_init__(self) -> None:

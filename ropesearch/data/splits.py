@@ -5,7 +5,7 @@ from collections.abc import Iterator, Set
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from ropesearch.data.config import SPLITS, CorpusConfig
+from ropesearch.data.config import SPLITS, TEXT_SUFFIXES, CorpusConfig
 from ropesearch.data.documents import Document, read_documents
 from ropesearch.data.tokens import TokenIds, TokenReader
 from ropesearch.errors import InputError
@@ -198,6 +198,11 @@ class _Search:
         """Of the texts with these names, or of all that were met."""
         return frozenset(digest for digest, (name, _) in self._seen.items() if names is None or name in names)
 
+    @staticmethod
+    def _one_document(place: str) -> str:
+        path = Path(place).expanduser()
+        return " (a text file is one document)" if path.suffix.lower() in TEXT_SUFFIXES and path.is_file() else ""
+
     def check(self, found: _Found, num_needed: int, place: str, purpose: str) -> None:
         """Raises InputError when fewer than `num_needed` documents were found."""
         num_long = len(found.beginnings)
@@ -207,11 +212,16 @@ class _Search:
         if found.longest_skipped:
             longest = max(longest, len(self._tokens.first_tokens(found.longest_skipped, self._num_tokens)))
         num_different = found.num_documents - found.num_duplicates
+        if not found.num_documents:
+            raise InputError(
+                f"{place}: expected {num_needed} different documents of at least {self._num_tokens} tokens for "
+                f"{purpose}, got no text at all; give a corpus with text in it"
+            )
         limit = " (as many as max_documents lets be read)" if found.stopped_at_limit else ""
         others = "" if num_different == num_long else f", the longest of the others {longest} tokens long"
         raise InputError(
             f"{place}: expected {num_needed} different documents of at least {self._num_tokens} tokens for {purpose}, "
             f"got {num_long} long enough among {found.num_documents} documents{limit}, {found.num_duplicates} of them "
-            f"duplicates{others}; ask for fewer windows or a shorter target length, or give a corpus with more long "
-            f"documents{' or a larger max_documents' if found.stopped_at_limit else ''}"
+            f"duplicates{others}{self._one_document(place)}; ask for fewer windows or a shorter target length, or "
+            f"give a corpus with more long documents{' or a larger max_documents' if found.stopped_at_limit else ''}"
         )

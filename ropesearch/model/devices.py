@@ -13,14 +13,14 @@ import torch
 from accelerate.utils import get_max_memory
 from torch import nn
 
-from ropesearch.errors import InputError, in_one_line
+from ropesearch.errors import InputError
 
 # The device of a model that is too large for one.
 BALANCED = "balanced"
 
 
 def device_arguments(name: str) -> dict[str, Any]:
-    """What from_pretrained is to be told so that the model comes to be where `model.device` says.
+    """What from_pretrained is to be told so that the model comes to be where the key `device` says.
 
     Raises InputError for a device that is not available, and to spread a model, for fewer than two accelerators.
     """
@@ -28,7 +28,7 @@ def device_arguments(name: str) -> dict[str, Any]:
         memory = {device: size for device, size in get_max_memory().items() if device != "cpu"}
         if len(memory) < 2:
             raise InputError(
-                "model.device: expected two or more accelerators in sight to spread a model over, got "
+                "device: expected two or more accelerators in sight to spread a model over, got "
                 f"{len(memory) or 'none'}; give one device, or auto, or more of them (CUDA_VISIBLE_DEVICES; on Slurm "
                 "launcher.gres=gpu:2)"
             )
@@ -43,7 +43,7 @@ def check_placed(model: Any, name: str) -> None:
     left = [part or "all" for part, device in placed.items() if str(device) in ("cpu", "disk")]
     if name == BALANCED and left:
         raise InputError(
-            "model.device: expected room for all weights on the accelerators in sight, got none for "
+            "device: expected room for all weights on the accelerators in sight, got none for "
             f"{', '.join(left[:3])}{f' and {len(left) - 3} more' if len(left) > 3 else ''}; give more of them, or "
             "model.dtype=bfloat16 where the weights are float32"
         )
@@ -63,14 +63,17 @@ def device_of(name: str) -> torch.device:
     """The device that a name stands for, auto the first GPU or the CPU. InputError where it is not there."""
     if name == "auto":
         return torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
+    expected = f"device: expected a torch device that is here, such as cpu, cuda or cuda:1, got {name!r}"
     try:
         device = torch.device(name)
-        torch.empty(1, device=device)
-    # torch built without CUDA says so with an AssertionError.
-    except (RuntimeError, AssertionError, NotImplementedError) as error:
-        raise InputError(
-            f"model.device: {name!r} is not available here ({in_one_line(error)}); give another device, or auto"
-        ) from error
+    except RuntimeError as error:  # with a list of all kinds that torch can be built for
+        raise InputError(f"{expected}; give another, or auto") from error
     if device.type == "meta":
-        raise InputError("model.device: expected a device that holds data, got 'meta'")
+        raise InputError(f"{expected}, which holds no data; give another, or auto")
+    try:
+        torch.empty(1, device=device)
+    # torch built without CUDA says so with an AssertionError, without other kinds with whatever comes first.
+    except (RuntimeError, AssertionError, ImportError, AttributeError) as error:
+        reason = str(error).partition("\n")[0].partition(". ")[0]
+        raise InputError(f"{expected} ({reason}); give another, or auto") from error
     return device

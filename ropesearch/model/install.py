@@ -27,6 +27,7 @@ from ropesearch.rope.regime import Regime, inverse_frequencies
 
 _INSTALLED = "_ropesearch_installed"
 _NUM_CANARY_TOKENS = 32
+_MOST_LOGIT = 1000.0  # those of a model that has learnt something stay near 100 and below
 
 
 def rotary_table(geometry: Geometry, regime: Regime) -> torch.Tensor:
@@ -112,7 +113,8 @@ def prove_installable(loaded: LoadedModel) -> None:
     """Prove on the model itself that installing a regime changes what it computes, and that leaving undoes it.
 
     Three canaries (factors, attention factor, retained tokens) must each change the logits of a short probe, and after
-    each block the logits must be those of before, bit for bit. Raises InputError naming the model type otherwise.
+    each block the logits must be those of before, bit for bit. Raises InputError otherwise, naming the model type, or
+    the weights where these are ruined: then nothing shows in the logits, whatever the kind of model.
     """
     geometry = loaded.geometry
     embeddings: Any = loaded.model.get_input_embeddings()
@@ -133,9 +135,12 @@ def prove_installable(loaded: LoadedModel) -> None:
                 f"({type(error).__name__}: {str(error)[:200]})"
             ) from error
         if not isinstance(answer, torch.Tensor) or not bool(torch.isfinite(answer).all()):
+            remedy = "give other weights: these are ruined, as by a training with too high a learning rate"
+            if loaded.dtype == "float16":
+                remedy = "give model.dtype=float32 or bfloat16"
             raise InputError(
-                f"model type {geometry.model_type!r}: expected finite logits, got NaN or infinity "
-                f"from {loaded.dtype} weights; give model.dtype=float32 or bfloat16"
+                f"model type {geometry.model_type!r}: expected finite logits, got NaN or infinity from {loaded.dtype} "
+                f"weights; {remedy}"
             )
         return answer
 
@@ -169,8 +174,15 @@ def prove_installable(loaded: LoadedModel) -> None:
         ("retained_tokens", logits_under(canary(4.0, 1.0, _NUM_CANARY_TOKENS // 2)), stretched),
     ):
         if torch.equal(inside, other):
+            least, greatest = float(before.min()), float(before.max())
+            if least == greatest or max(-least, greatest) > _MOST_LOGIT:
+                raise InputError(
+                    f"{loaded.folder}: expected weights of a model that has learnt something, got logits from "
+                    f"{least:.3g} to {greatest:.3g}, whatever a regime's {what}; give other weights: these are "
+                    "ruined, as by a training with too high a learning rate"
+                )
             raise InputError(
-                f"model type {geometry.model_type!r}: {what} of a regime do not reach the model's logits; "
+                f"model type {geometry.model_type!r}: changing a regime's {what} does not change the model's logits; "
                 "this kind of model is not supported"
             )
 

@@ -89,6 +89,11 @@ def load_model(config: ModelConfig) -> LoadedModel:
             output_loading_info=True,
         )
     except LOAD_ERRORS as error:
+        if isinstance(error, ImportError) and config.attention is Attention.flash_attention_2:
+            raise InputError(
+                f"attention: expected the package of {config.attention.value} to be installed, got none that works "
+                f"({in_one_line(error)}); install it, or give attention sdpa"
+            ) from error
         raise InputError(
             f"{folder}: the {geometry.model_type} model could not be loaded: {in_one_line(error)}"
         ) from error

@@ -1,5 +1,6 @@
 """A regime: one table of a model and the greatest length it serves."""
 
+import dataclasses
 import math
 from dataclasses import dataclass
 
@@ -45,6 +46,10 @@ class Regime:
                 f"regime {self.name!r}: expected retained_tokens from 0 to max_length = {self.max_length}, "
                 f"got {self.retained_tokens}"
             )
+
+    def is_same_table(self, other: "Regime") -> bool:
+        """Whether it is the other one but for its name and greatest length."""
+        return dataclasses.replace(other, name=self.name, max_length=self.max_length) == self
 
 
 def inverse_frequencies(geometry: Geometry, factors: tuple[float, ...]) -> NDArray[np.float64]:

@@ -78,8 +78,8 @@ class TrainingConfig:
             raise InputError(f"lora_rank: expected at most {_MOST_RANK}, got {self.lora_rank}")
         if self.num_warmup_steps > self.num_steps:
             raise InputError(
-                f"num_warmup_steps: expected at most num_steps = {self.num_steps}, got {self.num_warmup_steps}; give a "
-                "lower training.num_warmup_steps too"
+                f"num_warmup_steps: expected at most training.num_steps = {self.num_steps}, got "
+                f"{self.num_warmup_steps}; give a lower training.num_warmup_steps too"
             )
 
     def check(self) -> None:

@@ -8,6 +8,7 @@ machine and thread count).
 import contextlib
 import dataclasses
 import json
+import logging
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -37,8 +38,11 @@ from ropesearch.train.spikes import SpikeWatch
 from ropesearch.train.state import TrainingStates
 from ropesearch.train.weights import whole
 
+_log = logging.getLogger(__name__)
+
 BETAS = (0.9, 0.95)
 METRICS = "metrics.jsonl"
+_MOST_NATS = 100.0  # per held-out token; guessing one of a million costs 14
 _REMEDY = "give a lower training.peak_learning_rate, more warm-up steps, or training.precision=float32, in a new run"
 STATES = "states"
 
@@ -62,11 +66,8 @@ class Measurement:
 
     @property
     def perplexity(self) -> float:
-        """Infinite where a float cannot hold it."""
-        try:
-            return perplexity(float(self.window_nats.sum()), self.num_window_tokens * len(self.window_nats))
-        except OverflowError:
-            return math.inf
+        """exp(nats / tokens)."""
+        return perplexity(float(self.window_nats.sum()), self.num_window_tokens * len(self.window_nats))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -139,7 +140,7 @@ class FineTuning:
         compute_dtype: torch.dtype,
         stored_dtypes: Mapping[str, torch.dtype],
         on_event: Callable[[StepEvent], None],
-        on_spike: Callable[[str], None],
+        on_note: Callable[[str], None],
     ) -> None:
         self._loaded = loaded
         self._loss = loss
@@ -153,7 +154,7 @@ class FineTuning:
         self._compute_dtype = compute_dtype
         self._stored_dtypes = stored_dtypes
         self._on_event = on_event
-        self._on_spike = on_spike
+        self._on_note = on_note
         self._spikes = SpikeWatch()
         self._parameters = {name: each for name, each in loss.named_parameters() if each.requires_grad}
         self._optimizer = _optimizer(self._parameters, config)
@@ -164,13 +165,17 @@ class FineTuning:
 
         A scheduler's signal lets the micro-batch under way end; then the state after the last whole step is saved, and
         Stopped is raised. Raises TrainingError for a loss or gradient that is not finite and where memory does not
-        suffice, InputError where the disk does not; the states saved before stay.
+        suffice, OSError where the disk does not; the states saved before stay.
         """
         with stopping.finishing(lambda: True):
-            done = self._states.load(self._parameters, self._optimizer)
+            done, damaged = self._states.load(self._parameters, self._optimizer)
+            for place in damaged:
+                self._on_note(f"{place}: expected a whole state, got a damaged one, which is passed over")
+            if done or damaged:
+                self._on_note(f"going on from step {done} of {self._config.num_steps}")
             measured = self._recalled(done)
             if done == 0:
-                measured[0] = self._measure()
+                measured[0] = self._measure(0)
                 self._record(StepEvent(step=0, learning_rate=0.0, gradient_norm=0.0, regime_of={}, nats={}, tokens={},
                                        divergence_nats=0.0, tokens_per_second=0.0, measured=measured[0]))  # fmt: skip
             last_saved = done
@@ -178,20 +183,24 @@ class FineTuning:
                 event = self._step(step)
                 if event is None:
                     if done > last_saved:
-                        self._states.save(done, self._parameters, self._optimizer)
-                    raise stopping.Stopped("SIGTERM")  # which may have come to another process alone
+                        self._save(done)
+                    raise stopping.Stopped(stopping.asked_by() or "SIGTERM")  # or, it came to another process alone
                 done = step + 1
                 is_last = done == self._config.num_steps
                 if is_last:
                     self._round()
                 if is_last or done % self._config.measure_every_steps == 0:
-                    measured[done] = self._measure()
+                    measured[done] = self._measure(done)
                     event = dataclasses.replace(event, measured=measured[done])
                 self._record(event)
                 if is_last or done % self._config.save_every_steps == 0:
-                    self._states.save(done, self._parameters, self._optimizer)
+                    self._save(done)
                     last_saved = done
         return measured
+
+    def _save(self, done: int) -> None:
+        self._states.save(done, self._parameters, self._optimizer)
+        _log.info("state after step %d saved", done)
 
     def _step(self, step: int) -> StepEvent | None:
         """One optimizer step; None, with weights as they were, where a signal asks to stop."""
@@ -203,7 +212,7 @@ class FineTuning:
         self._optimizer.zero_grad(set_to_none=True)
         try:
             for place, (micro, counts) in enumerate(self._own(batch)):
-                if self._processes.any(stopping.is_asked()):
+                if self._processes.any(stopping.asked_by() is not None):
                     return None
                 nats, divergence = self._backward(micro, counts, num_scored, (step, place))
                 if counts:
@@ -283,8 +292,11 @@ class FineTuning:
             dtype = self._stored_dtypes.get(name.removeprefix("model."), torch.float32)
             parameter.data.copy_(parameter.data.to(dtype))
 
-    def _measure(self) -> list[Measurement]:
-        """The held-out windows under their regimes, shared out to the processes; in evaluation mode."""
+    def _measure(self, done: int) -> list[Measurement]:
+        """The held-out windows under their regimes after `done` steps, shared out to the processes; in evaluation mode.
+
+        Raises TrainingError where they show that the weights are ruined.
+        """
         self._loss.eval()
         result = []
         for held_out in self._held_out:
@@ -305,12 +317,16 @@ class FineTuning:
                 if place < windows.num_windows:
                     window_nats[place] = value
             window_nats = self._processes.summed(window_nats)
-            if not bool(torch.isfinite(window_nats).all()):
+            num_window_tokens = windows.length_tokens - 1
+            nats_per_token = float(window_nats.mean()) / num_window_tokens
+            if not nats_per_token <= _MOST_NATS:  # nor where it is not a number
+                remedy = f"the weights are ruined: {_REMEDY}; what was saved before stays"
                 raise TrainingError(
-                    f"expected finite nats on the held-out windows ({held_out.name}), got others: {_REMEDY}; what was "
-                    "saved before stays"
+                    f"after step {done}: expected at most {_MOST_NATS:g} nats per token on the held-out windows "
+                    f"({held_out.name}), got {nats_per_token:.4g}; "
+                    f"{remedy if done else 'the weights to begin with are ruined already: give others'}"
                 )
-            result.append(Measurement(held_out.name, window_nats.numpy(), windows.length_tokens - 1))
+            result.append(Measurement(held_out.name, window_nats.numpy(), num_window_tokens))
         self._loss.train()
         return result
 
@@ -321,9 +337,10 @@ class FineTuning:
     def _record(self, event: StepEvent) -> None:
         loss = event.nats_per_token(LONG) or event.nats_per_token(SHORT)
         if loss is not None and (said := self._spikes.seen(event.step, loss)):
-            self._on_spike(said)
+            self._on_note(said)
         if self._processes.is_first:
-            with (self._folder / METRICS).open("a", encoding="utf-8") as file:
+            path = self._folder / METRICS
+            with files.naming(path), path.open("a", encoding="utf-8") as file:
                 file.write(json.dumps(event.to_json(), allow_nan=False) + "\n")
         self._on_event(event)
 

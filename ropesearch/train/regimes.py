@@ -63,7 +63,7 @@ def prove_documents_apart(loaded: LoadedModel, loss: RowLoss) -> None:
         if not difference <= tolerance:
             raise InputError(
                 f"{where}: expected {what} to be read as it is alone, but its hidden states differ by "
-                f"{difference:.3g}: documents of a row see each other; give another model.attention, or "
+                f"{difference:.3g}: documents of a row see each other; give another attention, or "
                 "mixture.shares=[0,1] for long rows alone"
             )
     before = [states(document, second, packed=False) for document in (first, other)]

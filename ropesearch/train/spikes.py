@@ -9,6 +9,7 @@ _NUM_RECENT = 50
 _LEAST_RECENT = 10
 _NUM_DEVIATIONS = 6.0
 _LEAST_JUMP_NATS = 0.2
+_EARLY_JUMP_NATS = 2.0  # while so few steps say little of how losses spread: more than documents differ by
 
 
 class SpikeWatch:
@@ -21,9 +22,10 @@ class SpikeWatch:
     def seen(self, step: int, loss: float) -> str | None:
         """Take note of a step's loss in nats per token; a sentence where it is a spike, else None."""
         said = None
-        if len(self._recent) >= _LEAST_RECENT:
+        if self._recent:
             middle = statistics.median(self._recent)
-            jump = max(_NUM_DEVIATIONS * statistics.pstdev(self._recent), _LEAST_JUMP_NATS)
+            least = _LEAST_JUMP_NATS if len(self._recent) >= _LEAST_RECENT else _EARLY_JUMP_NATS
+            jump = max(_NUM_DEVIATIONS * statistics.pstdev(self._recent), least)
             if loss > middle + jump:
                 said = (
                     f"step {step}: a loss of {loss:.3f} nats per token, far above the {middle:.3f} of the steps "

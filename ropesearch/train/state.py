@@ -7,10 +7,10 @@ from typing import Any
 
 import torch
 from safetensors import safe_open
-from safetensors.torch import save_file
 from torch import nn
 
 from ropesearch import files
+from ropesearch.artifact.weights import save_tensors
 from ropesearch.errors import InputError
 from ropesearch.train.processes import Processes
 from ropesearch.train.weights import like, put, whole
@@ -37,38 +37,38 @@ class TrainingStates:
         """Write the state after `step` steps, by the first process; all have to call it.
 
         Raises:
-            InputError: the disk is full, or refuses; older states stay as they are.
+            OSError: the disk is full, or refuses, with the path; older states stay as they are.
         """
         place = self._folder / f"step-{step:08d}"
         if self._processes.is_first:
-            try:
-                if not place.exists():
+            with files.naming(place):
+                if self._content(place) is None:
+                    if place.exists():  # damaged: an earlier one was gone on from
+                        files.remove_folder(place)
                     with files.folder_beside(place) as stage:
                         names = self._write(stage, parameters, optimizer)
                         digests = {name: files.sha256_of_file(stage / name) for name in names}
                         content = {"step": step, "identity": self._identity, "files": digests}
                         files.write_json(stage / _STATE, content)
-                for _, old in self._found()[: -self._num_kept]:
+                for _, old in [each for each in self._found() if each[0] <= step][: -self._num_kept]:
                     files.remove_folder(old)
-            except OSError as error:
-                raise InputError(
-                    f"{place}: expected a place to write the state of the training to, got "
-                    f"{error.strerror or error}; earlier states are kept: make room, then give the same command again"
-                ) from error
         else:
             for _ in _tensors(parameters, optimizer):
                 pass
         self._processes.wait_for_all()
 
-    def load(self, parameters: Mapping[str, nn.Parameter], optimizer: torch.optim.Optimizer) -> int:
-        """Put the last whole state in force; returns after how many steps it was written, 0 where there is none.
+    def load(self, parameters: Mapping[str, nn.Parameter], optimizer: torch.optim.Optimizer) -> tuple[int, list[Path]]:
+        """Put the last whole state in force; returns after how many steps it was written, 0 where there is none, and
+        the later ones that are damaged.
 
         Raises:
             InputError: a state is of another training.
         """
+        damaged = []
         for step, place in reversed(self._found()):
             content = self._content(place)
             if content is None:
+                damaged.append(place)
                 continue
             if content["identity"] != self._identity:
                 differing = [key for key in self._identity if content["identity"].get(key) != self._identity[key]]
@@ -86,8 +86,8 @@ class TrainingStates:
                 put(parameter, read(name))
                 moments = {kind: like(parameter, read(f"{name}/{kind}")) for kind in _MOMENTS}
                 optimizer.state[parameter] = {"step": torch.tensor(float(step)), **moments}
-            return step
-        return 0
+            return step, damaged
+        return 0, damaged
 
     def _found(self) -> list[tuple[int, Path]]:
         places = self._folder.glob("step-*") if self._folder.is_dir() else ()
@@ -101,7 +101,7 @@ class TrainingStates:
 
         def write() -> None:
             names.append(f"tensors-{len(names) + 1:05d}.safetensors")
-            save_file(held, stage / names[-1])
+            save_tensors(held, stage / names[-1])
             held.clear()
 
         for name, tensor in _tensors(parameters, optimizer):

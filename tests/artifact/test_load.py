@@ -215,7 +215,7 @@ def test_a_run_folder_stands_for_its_checkpoint(tmp_path: Path) -> None:
     written.rename(tmp_path / "checkpoint")
     model, _ = load(tmp_path, device="cpu")
     assert model.model.rotary_emb.attention_scaling == examples.REGIME.attention_factor
-    with pytest.raises(InputError, match="no folder"):
+    with pytest.raises(InputError, match="got nothing at this path"):
         load(tmp_path / "nowhere")
 
 
@@ -226,7 +226,8 @@ def test_unknown_names_are_refused(tmp_path: Path) -> None:
     with pytest.raises(InputError, match=r"attention: expected one of .*sdpa.*, got 'fast'"):
         load(folder, attention="fast")
     with pytest.raises(
-        InputError, match=r"expected a checkpoint folder with rope_config\.json, or the run folder .* got one without"
+        InputError,
+        match=r"expected a checkpoint folder with rope_config\.json, or the run folder .* got a folder without",
     ):
         load(tmp_path / "source")
 

@@ -67,7 +67,8 @@ def test_a_worker_that_is_preempted_goes_on_as_if_nothing_had_happened(
 @pytest.fixture
 def tuning_words() -> list[str]:
     """What makes a fine-tuning of a second or two."""
-    return ["training=small", "training.num_steps=8", "training.num_step_rows=3", "training.num_warmup_steps=2"]
+    steps = ["training.num_steps=8", "training.num_step_rows=3", "training.num_warmup_steps=2"]
+    return ["training=small", "mixture.needle_share=0", *steps]
 
 
 def test_the_chain_ends_with_a_verified_checkpoint(

@@ -174,6 +174,19 @@ def test_too_few_and_too_short_says_what_there_is(tokenizer: Any, tmp_path: Path
     )
 
 
+def test_a_text_file_is_one_document(tokenizer: Any, tmp_path: Path) -> None:
+    path = tmp_path / "a.txt"
+    path.write_text(prose(0, 500))
+    with pytest.raises(InputError, match=r"got 1 long enough among 1 documents.* \(a text file is one document\); ask"):
+        split(corpus(path), tokenizer)
+
+
+def test_of_no_text_at_all_not_fewer_windows_are_asked(tokenizer: Any, tmp_path: Path) -> None:
+    path = write_jsonl(tmp_path / "a.jsonl", [" ", "\n"])
+    with pytest.raises(InputError, match="got no text at all; give a corpus with text in it"):
+        split(corpus(path), tokenizer)
+
+
 def test_longest_is_known_even_if_nothing_had_to_be_tokenised(tokenizer: Any, tmp_path: Path) -> None:
     path = write_jsonl(tmp_path / "a.jsonl", ["tiny", prose(7, 12), "small one"])
     longest = len(tokenizer.encode(prose(7, 12), add_special_tokens=False))

@@ -147,6 +147,7 @@ def good(job_name: str, given: Path) -> dict[str, str]:
             "training.num_steps": "1",
             "training.num_step_rows": "2",
             "training.num_warmup_steps": "0",
+            "mixture.needle_share": "0",
             **corpus,
         },
         "evaluate": {"path": str(given / "written"), "run": str(given.parent / "run"), "lengths": "[64]", **corpus},

@@ -89,7 +89,7 @@ def test_spreading_needs_two_accelerators(
     toy_folder: Path, monkeypatch: pytest.MonkeyPatch, memory: dict[Any, int], got: str
 ) -> None:
     monkeypatch.setattr(devices, "get_max_memory", lambda: {**memory, "cpu": 10**12})
-    with pytest.raises(InputError, match=rf"model\.device: expected two or more accelerators .*, got {got}; .*auto"):
+    with pytest.raises(InputError, match=rf"device: expected two or more accelerators .*, got {got}; .*auto"):
         load_model(ModelConfig(path=str(toy_folder), device=BALANCED))
 
 
@@ -104,7 +104,7 @@ def test_the_command_says_so_too(toy_folder: Path, tmp_path: Path, capsys: pytes
 def test_weights_without_room_are_refused(toy_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As transformers tells it: what has no place on the accelerators would stay on the disk."""
     monkeypatch.setattr(devices, "get_max_memory", lambda: {0: 1, 1: 1, "cpu": 10**12})
-    with pytest.raises(InputError, match=r"model\.device: expected room for all weights .*, got none for all; "):
+    with pytest.raises(InputError, match=r"device: expected room for all weights .*, got none for all; "):
         load_model(ModelConfig(path=str(toy_folder), device=BALANCED))
 
 

@@ -293,8 +293,24 @@ def test_proof_fails_where_the_forward_pass_ignores_the_rotary_module(
     toy_loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(modeling_llama, "apply_rotary_pos_emb", lambda query, key, *rest, **more: (query, key))
-    with pytest.raises(InputError, match="'llama': factors of a regime do not reach the model's logits"):
+    with pytest.raises(InputError, match="'llama': changing a regime's factors does not change the model's logits"):
         prove_installable(toy_loaded)
+
+
+@pytest.mark.parametrize("architecture", ["llama", "qwen3"])
+@pytest.mark.parametrize("change", [100.0, 1e6, 1e30])
+def test_ruined_weights_are_not_taken_for_an_unknown_kind_of_model(
+    architecture: str, change: float, tmp_path: Path
+) -> None:
+    """Weights as steps of far too high a rate leave them: attention saturates, then all logits are zero, then NaN."""
+    loaded = load(toys.write_checkpoint(tmp_path / "toy", architecture))
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for parameter in loaded.model.parameters():
+            parameter.add_(change * torch.sign(torch.randn(parameter.shape, generator=generator)))
+    with pytest.raises(InputError, match="these are ruined, as by a training with too high a learning rate") as refusal:
+        prove_installable(loaded)
+    assert "kind of model" not in str(refusal.value) and "model.dtype" not in str(refusal.value)
 
 
 def test_install_fails_where_the_module_answers_from_elsewhere(

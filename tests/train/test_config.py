@@ -35,7 +35,8 @@ def test_the_rate_is_that_of_transformers_half_a_step_later(schedule: Schedule, 
         ({"weight_decay": float("nan")}, "weight_decay: expected from 0 to 1e+06, got nan"),
         (
             {"num_steps": 5, "num_warmup_steps": 6},
-            "num_warmup_steps: expected at most num_steps = 5, got 6; give a lower training.num_warmup_steps too",
+            "num_warmup_steps: expected at most training.num_steps = 5, got 6; "
+            "give a lower training.num_warmup_steps too",
         ),
     ],
 )

@@ -15,9 +15,14 @@ def test_a_jump_is_said_and_noise_and_descent_are_not() -> None:
     assert watch.seen(201, 3.02) is None
 
 
-def test_the_first_steps_are_never_a_spike() -> None:
+def test_in_the_first_steps_only_a_jump_beyond_what_documents_differ_by_is_said() -> None:
     watch = SpikeWatch()
-    assert [watch.seen(step, loss) for step, loss in enumerate([3.0, 9.0, 3.0, 12.0])] == [None] * 4
+    assert [watch.seen(step, loss) for step, loss in enumerate([3.0, 4.5, 2.6, 4.9])] == [None] * 4
+    for losses in ([3.02, 9.99], [3.0, 54.0, 204.0], [3.0, 3.1, 2.9, 6.0]):
+        watch = SpikeWatch()
+        said = [watch.seen(step + 1, loss) for step, loss in enumerate(losses)]
+        assert any(said) and said[0] is None, losses
+    assert SpikeWatch().seen(1, 99.0) is None  # nothing to compare with
 
 
 def test_what_was_seen_before_a_stop_is_recalled() -> None:

@@ -6,8 +6,10 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors import SafetensorError
 from torch import nn
 
+from ropesearch.artifact import weights as weights_module
 from ropesearch.errors import InputError
 from ropesearch.train import state as state_module
 from ropesearch.train.processes import Processes
@@ -51,7 +53,7 @@ def test_training_goes_on_bit_for_bit(tmp_path: Path) -> None:
     states(tmp_path).save(5, parameters, optimizer)
     step(parameters, optimizer, 3)
     others, other_optimizer = trained(0, seed=9)
-    assert states(tmp_path).load(others, other_optimizer) == 5
+    assert states(tmp_path).load(others, other_optimizer) == (5, [])
     step(others, other_optimizer, 3)
     assert_same(others, parameters)
 
@@ -59,7 +61,7 @@ def test_training_goes_on_bit_for_bit(tmp_path: Path) -> None:
 def test_nothing_saved_is_nothing_loaded(tmp_path: Path) -> None:
     parameters, optimizer = trained(0)
     before = {name: each.detach().clone() for name, each in parameters.items()}
-    assert states(tmp_path / "absent").load(parameters, optimizer) == 0
+    assert states(tmp_path / "absent").load(parameters, optimizer) == (0, [])
     assert_same(parameters, before)  # type: ignore[arg-type]
     assert not optimizer.state
 
@@ -70,7 +72,7 @@ def test_large_states_are_in_several_files(tmp_path: Path, monkeypatch: pytest.M
     states(tmp_path).save(4, parameters, optimizer)
     assert len(list((tmp_path / "step-00000004").glob("*.safetensors"))) > 2
     others, other_optimizer = trained(0, seed=9)
-    assert states(tmp_path).load(others, other_optimizer) == 4
+    assert states(tmp_path).load(others, other_optimizer) == (4, [])
     assert_same(others, parameters)
 
 
@@ -97,8 +99,14 @@ def test_of_a_damaged_state_the_one_before_is_taken(tmp_path: Path, damage: str)
     else:
         description.write_text(description.read_text()[:20])
     parameters, optimizer = trained(0, seed=9)
-    assert states(tmp_path).load(parameters, optimizer) == 3
+    assert states(tmp_path).load(parameters, optimizer) == (3, [last])
     assert_same(parameters, trained(3)[0])
+    states(tmp_path, num_kept=1).save(5, *trained(5))  # stopped before the step of the damaged one
+    assert states(tmp_path).load(*trained(0, seed=9)) == (5, [last])
+    states(tmp_path, num_kept=1).save(6, *trained(6))
+    others, other_optimizer = trained(0, seed=9)
+    assert states(tmp_path).load(others, other_optimizer) == (6, [])
+    assert_same(others, trained(6)[0])
 
 
 def test_a_state_of_another_training_is_refused(tmp_path: Path) -> None:
@@ -110,16 +118,17 @@ def test_a_state_of_another_training_is_refused(tmp_path: Path) -> None:
 def test_a_full_disk_costs_no_older_state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     states(tmp_path).save(3, *trained(3))
 
-    def full(tensors: Any, path: Path) -> None:
+    def full(tensors: Any, path: Path, metadata: Any) -> None:
         path.write_bytes(b"half")
-        raise OSError(errno.ENOSPC, "No space left on device")
+        raise SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")
 
-    monkeypatch.setattr(state_module, "save_file", full)
-    with pytest.raises(InputError, match="got No space left on device; earlier states are kept: make room"):
+    monkeypatch.setattr(weights_module, "save_file", full)
+    with pytest.raises(OSError, match="No space left on device") as refusal:
         states(tmp_path, num_kept=1).save(6, *trained(6))
+    assert refusal.value.errno == errno.ENOSPC and "step-00000006" in refusal.value.filename
     assert [path.name for path in tmp_path.iterdir()] == ["step-00000003"]
     parameters, optimizer = trained(0, seed=9)
-    assert states(tmp_path).load(parameters, optimizer) == 3
+    assert states(tmp_path).load(parameters, optimizer) == (3, [])
 
 
 def test_what_is_there_already_is_not_written_again(tmp_path: Path) -> None:
