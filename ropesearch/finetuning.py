@@ -68,8 +68,8 @@ def finetune(job: FinetuneJob) -> FinetuneOutcome:
     """Fine-tune a searched checkpoint; go on with a run that was stopped, and show one that is finished.
 
     With torchrun every process calls this with the same job; the first one writes. Everything that can be wrong with
-    the job is found before the first step. Raises InputError for that, TrainingError for a loss that is not finite;
-    Stopped, with the state saved, when a signal asks for it.
+    the job is found before the first step. Raises InputError for that, TrainingError for a loss that is not finite and
+    for ruined weights, OSError where the disk refuses; Stopped, with the state saved, when a signal asks for it.
     """
     quiet_transformers()
     expect_given("finetune", job)

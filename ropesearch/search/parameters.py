@@ -1,6 +1,5 @@
 """The space as Optuna's parameters, so that its dashboard and any of its samplers can be used."""
 
-from collections.abc import Mapping
 from typing import Any
 
 from optuna import Trial
@@ -25,16 +24,6 @@ def parameters(space: Space, candidate: Candidate) -> dict[str, Any]:
         dimension.name: dimension.choices[int(value)] if dimension.choices else value
         for dimension, value in zip(space.dimensions, space.encode(candidate).tolist(), strict=True)
     }
-
-
-def candidate_of(space: Space, values: Mapping[str, Any]) -> Candidate:
-    """The candidate of any sampler's parameters, which need not be non-decreasing (see Space.decode)."""
-    return space.decode(
-        [
-            dimension.choices.index(values[dimension.name]) if dimension.choices else values[dimension.name]
-            for dimension in space.dimensions
-        ]
-    )
 
 
 def suggest(space: Space, trial: Trial) -> None:

@@ -15,10 +15,11 @@ from ropesearch.search.config import SpaceConfig
 from ropesearch.search.coordinates import Coordinates
 from ropesearch.search.longrope2 import LongRoPE2Space
 from ropesearch.search.operators import cross, mutate, nearest_new
-from ropesearch.search.parameters import candidate_of, parameters
+from ropesearch.search.parameters import parameters
 from ropesearch.search.space import Candidate
 from ropesearch.seeding import stream
 from tests.search.analytic import TARGET_LENGTH, make_geometry
+from tests.search.test_parameters import candidate_of
 
 SEARCHED = {"critical_pair": "search", "max_factor_over_ratio": 2.0}
 LLAMA_3_8B = Geometry(model_type="llama", head_dim=128, rotary_dim=128, original_length=8192, rope_theta=500000.0)

@@ -1,14 +1,28 @@
+from collections.abc import Mapping
+from typing import Any
+
 import optuna
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ropesearch.search.config import SpaceConfig
-from ropesearch.search.parameters import candidate_of, distributions, parameters, suggest
+from ropesearch.search.parameters import distributions, parameters, suggest
+from ropesearch.search.space import Candidate, Space
 from ropesearch.search.spaces import make_space
 from tests.search.analytic import TARGET_LENGTH, make_geometry
 from tests.search.test_space import candidates
 
 SPACE = make_space(make_geometry(), TARGET_LENGTH, SpaceConfig(retained_tokens=[0, 4, 8]))
+
+
+def candidate_of(space: Space, values: Mapping[str, Any]) -> Candidate:
+    """The candidate of any sampler's parameters, which need not be non-decreasing (see Space.decode)."""
+    return space.decode(
+        [
+            dimension.choices.index(values[dimension.name]) if dimension.choices else values[dimension.name]
+            for dimension in space.dimensions
+        ]
+    )
 
 
 @settings(deadline=None)
