@@ -1,8 +1,8 @@
 """Stopping a command by a signal: the first one unwinds it, or lets it finish what is nearly done; the next one ends
-the process at once.
+the process at once, as does the first one within an import.
 
 Everything that a job writes may be cut short at any moment, so ending at once is safe; unwinding only tidies up and
-lets a library finish what it is in.
+lets a library finish what it is in. Compiled modules are not made to be unwound while they are set up: some abort.
 """
 
 import contextlib
@@ -12,6 +12,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from types import FrameType
 from typing import NoReturn
 
 # A terminal's Ctrl-C; what schedulers send before they stop a job (Slurm's preemption TERM, its time limit what
@@ -126,7 +127,7 @@ class Stopping:
                 stream.flush()
         os._exit(self.exit_code)
 
-    def _heed(self, number: int, frame: object) -> None:
+    def _heed(self, number: int, frame: FrameType | None) -> None:
         global _postponed
         first = self._signal is None
         if first:
@@ -136,10 +137,20 @@ class Stopping:
             if number in _OF_SCHEDULERS and _is_nearly_done is not None and _is_nearly_done():
                 _postponed = signal.Signals(number).name
                 return
-            raise Stopped(signal.Signals(number).name)
+            if not _is_importing(frame):
+                raise Stopped(signal.Signals(number).name)
         is_twice = number in _OF_SCHEDULERS and time.monotonic() - self._signalled < _TWICE_SECONDS
         if _postponed is not None and is_twice:
             return
         if not self._over:
             self.say()
         os._exit(self.exit_code)
+
+
+def _is_importing(frame: FrameType | None) -> bool:
+    """Whether a module is being imported at `frame` or anywhere below it."""
+    while frame is not None:
+        if frame.f_code.co_filename == "<frozen importlib._bootstrap>":
+            return True
+        frame = frame.f_back
+    return False

@@ -176,6 +176,28 @@ def test_the_second_signal_ends_the_process_wherever_it_is(first: str, second: s
     assert done.stderr == f"ropesearch: {what}; go on with: the command\n"
 
 
+IN_AN_IMPORT = """
+try:
+    os.kill(os.getpid(), signal.{name})
+finally:
+    print("not reached")
+"""
+
+
+@pytest.mark.parametrize(
+    ("name", "code", "what"), [("SIGINT", 130, "interrupted"), ("SIGTERM", 75, "stopped by SIGTERM")]
+)
+def test_the_first_signal_ends_the_process_within_an_import(name: str, code: int, what: str, tmp_path: Path) -> None:
+    """pybind11 aborts where an exception comes out of what it calls while a module of it is set up, as torch's are."""
+    (tmp_path / "slow_to_import.py").write_text("import os, signal\n" + IN_AN_IMPORT.format(name=name))
+    stopping = "from ropesearch import stopping\nwith stopping.Stopping('the command').listening(until_the_end=True):"
+    command = [sys.executable, "-c", f"{stopping}\n    import slow_to_import"]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])}
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
+    assert (done.returncode, done.stdout) == (code, "")
+    assert done.stderr == f"ropesearch: {what}; go on with: the command\n"
+
+
 AT_THE_END = """
 import atexit, os, signal
 from ropesearch import cli
