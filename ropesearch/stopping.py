@@ -6,6 +6,7 @@ lets a library finish what it is in. Compiled modules are not made to be unwound
 """
 
 import contextlib
+import functools
 import os
 import signal
 import sys
@@ -13,7 +14,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from types import FrameType
-from typing import NoReturn
+from typing import Any, NoReturn
 
 # A terminal's Ctrl-C; what schedulers send before they stop a job (Slurm's preemption TERM, its time limit what
 # --signal names, here USR2); a terminal or connection that went away.
@@ -36,6 +37,7 @@ class Stopped(KeyboardInterrupt):
 
 _is_nearly_done: Callable[[], bool] | None = None
 _postponed: str | None = None
+_raised: str | None = None
 
 
 @contextlib.contextmanager
@@ -57,6 +59,12 @@ def finishing(is_nearly_done: Callable[[], bool]) -> Iterator[None]:
 def asked_by() -> str | None:
     """Within `finishing`, the name of the signal that has come and waits for the end of its block, if one has."""
     return _postponed
+
+
+def raise_if_lost() -> None:
+    """Raise Stopped again where a signal has come and what was raised then has got lost in a library."""
+    if _raised is not None:
+        raise Stopped(_raised)
 
 
 class Stopping:
@@ -87,18 +95,23 @@ class Stopping:
 
         Python lets only the main thread heed signals: elsewhere this does nothing.
         """
+        global _raised
         before = {}
+        hook = sys.unraisablehook
         if threading.current_thread() is threading.main_thread():
             for number in _SIGNALS:
                 # One that is ignored stays so (nohup), and USR2 is left to who heeds it already.
                 heeded = number is signal.SIGUSR2 and signal.getsignal(number) is not signal.SIG_DFL
                 if signal.getsignal(number) is not signal.SIG_IGN and not heeded:
                     before[number] = signal.signal(number, self._heed)
+            sys.unraisablehook = functools.partial(self._end_where_ignored, hook)
         try:
             yield
         finally:
             self._over = True
             if not until_the_end:
+                _raised = None
+                sys.unraisablehook = hook
                 for number, handler in before.items():
                     signal.signal(number, handler)
 
@@ -128,7 +141,7 @@ class Stopping:
         os._exit(self.exit_code)
 
     def _heed(self, number: int, frame: FrameType | None) -> None:
-        global _postponed
+        global _postponed, _raised
         first = self._signal is None
         if first:
             self._signal = signal.Signals(number)
@@ -138,10 +151,20 @@ class Stopping:
                 _postponed = signal.Signals(number).name
                 return
             if not _is_importing(frame):
-                raise Stopped(signal.Signals(number).name)
+                _raised = signal.Signals(number).name
+                raise Stopped(_raised)
         is_twice = number in _OF_SCHEDULERS and time.monotonic() - self._signalled < _TWICE_SECONDS
         if _postponed is not None and is_twice:
             return
+        self._end_at_once()
+
+    def _end_where_ignored(self, hook: Callable[[Any], object], unraisable: Any) -> None:
+        """Python goes on after what is raised in a finalizer or a C callback; here it does not."""
+        if isinstance(unraisable.exc_value, Stopped):
+            self._end_at_once()
+        hook(unraisable)
+
+    def _end_at_once(self) -> NoReturn:
         if not self._over:
             self.say()
         os._exit(self.exit_code)

@@ -1,11 +1,12 @@
 """ropesearch/stopping.py within one process; tests/faults/test_signals.py sends signals to real searches."""
 
+import contextlib
 import signal
 from collections.abc import Iterator
 
 import pytest
 
-from ropesearch.stopping import Stopped, Stopping, asked_by, finishing
+from ropesearch.stopping import Stopped, Stopping, asked_by, finishing, raise_if_lost
 
 
 @pytest.fixture
@@ -96,3 +97,17 @@ def test_another_process_of_the_job_says_nothing(capsys: pytest.CaptureFixture[s
     assert capsys.readouterr().err == ""
     Stopping("this again").say()
     assert capsys.readouterr().err == "ropesearch: interrupted; go on with: this again\n"
+
+
+def test_a_stop_that_got_lost_is_raised_again(stopping: Stopping) -> None:
+    raise_if_lost()
+    with contextlib.suppress(Stopped):
+        signal.raise_signal(signal.SIGTERM)
+    with pytest.raises(Stopped, match="SIGTERM"):
+        raise_if_lost()
+
+
+def test_a_stop_is_not_raised_beyond_its_command() -> None:
+    with contextlib.suppress(Stopped), Stopping("again").listening(until_the_end=False):
+        signal.raise_signal(signal.SIGINT)
+    raise_if_lost()

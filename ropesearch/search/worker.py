@@ -55,7 +55,7 @@ from ropesearch.search.trials import (
     regime_json,
     step_key,
 )
-from ropesearch.stopping import finishing
+from ropesearch.stopping import finishing, raise_if_lost
 
 SEARCH = "search"
 
@@ -136,6 +136,7 @@ class Worker:
     def work(self) -> None:
         """Score trials until the budget is spent and nothing is running any more."""
         while True:
+            raise_if_lost()
             with self.opened.store.exclusive():
                 trials = self.opened.trials()
                 trial = self._adopt(trials)
@@ -269,12 +270,15 @@ class Worker:
 
     def _record(self, trial: Trial, values: Mapping[str, Any], reports: Mapping[int, float] | None = None) -> None:
         """Write attributes of an owned trial, and intermediate values by step."""
+        if FAILURE in values:
+            raise_if_lost()  # which may be what has failed
         self.pace.advance(max(0, values.get(COST, 0) - trial.user_attrs.get(COST, 0)))
         with self._owning(trial), self.opened.store.together():
             for key, value in values.items():
                 trial.set_user_attr(key, value)
             for step, value in (reports or {}).items():
                 trial.report(value, step)
+        raise_if_lost()
 
     def _stepped(self, trial: Trial) -> Trial:
         """Make the gradient steps that are left of an owned trial; returns it with the candidate that follows, or with

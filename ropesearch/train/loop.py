@@ -180,6 +180,7 @@ class FineTuning:
                                        divergence_nats=0.0, tokens_per_second=0.0, measured=measured[0]))  # fmt: skip
             last_saved = done
             for step in range(done, self._config.num_steps):
+                stopping.raise_if_lost()
                 event = self._step(step)
                 if event is None:
                     if done > last_saved:

@@ -198,6 +198,37 @@ def test_the_first_signal_ends_the_process_within_an_import(name: str, code: int
     assert done.stderr == f"ropesearch: {what}; go on with: the command\n"
 
 
+IGNORED = """
+import os, signal
+from ropesearch import stopping
+
+class Finalized:
+    def __del__(self):
+        os.kill(os.getpid(), signal.{name})
+
+with stopping.Stopping("the command").listening(until_the_end=True):
+    Finalized()
+    print("not reached")
+"""
+
+
+@pytest.mark.parametrize(
+    ("name", "code", "what"), [("SIGINT", 130, "interrupted"), ("SIGTERM", 75, "stopped by SIGTERM")]
+)
+def test_a_signal_within_a_finalizer_ends_the_process(name: str, code: int, what: str) -> None:
+    """Where Python ignores what is raised, says so, and goes on."""
+    command = [sys.executable, "-c", IGNORED.format(name=name)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout) == (code, "")
+    assert done.stderr == f"ropesearch: {what}; go on with: the command\n"
+
+
+def test_what_is_ignored_otherwise_is_said_as_before() -> None:
+    code = IGNORED.replace("os.kill(os.getpid(), signal.{name})", "raise KeyError('lost')")
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout) == (0, "not reached\n") and "KeyError: 'lost'" in done.stderr
+
+
 AT_THE_END = """
 import atexit, os, signal
 from ropesearch import cli

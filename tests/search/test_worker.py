@@ -149,6 +149,31 @@ def test_a_trial_carries_exactly_what_was_scored(tmp_path: Path) -> None:
             assert trial.params == parameters(space, candidate)
 
 
+@pytest.mark.parametrize("ends", ["ignored", "failed"])
+def test_a_signal_that_a_library_swallows_stops_the_worker_all_the_same(ends: str, tmp_path: Path) -> None:
+    """At the end of the trial at hand, whose score counts; a failure that the signal made does not."""
+    calls: list[str] = []
+
+    def swallowing(regime: Regime, split: str) -> Score:
+        calls.append(split)
+        if len(calls) == 3:
+            try:
+                signal.raise_signal(signal.SIGTERM)
+            except Stopped as error:
+                if ends == "failed":
+                    raise ScoringError("the device stopped") from error
+        return evaluate(regime, split)
+
+    with Stopping("again").listening(until_the_end=False), pytest.raises(Stopped, match="SIGTERM"):
+        run(tmp_path, 6, score=swallowing)
+    trials = study_of(tmp_path).get_trials()
+    assert len(calls) == len(trials) == 3 and trials[2].state is TrialState.RUNNING
+    assert ("score" in trials[2].user_attrs) is (ends == "ignored") and "failure" not in trials[2].user_attrs
+    run(tmp_path / "whole", 6, score=evaluate)
+    run(tmp_path, 6, score=evaluate)
+    assert contents(tmp_path) == contents(tmp_path / "whole")
+
+
 def test_failures_are_states_with_a_reason(uninterrupted: tuple[SearchResult, list[Any]]) -> None:
     result, held = uninterrupted
     failed = [entry for entry in held[:-1] if entry[1] is TrialState.FAIL]
