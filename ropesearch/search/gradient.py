@@ -27,9 +27,10 @@ from ropesearch.search.trials import (
     violation,
 )
 
+_LEAST_STEPS = 8  # of a leg
 # A descent that breaks its guard ends with the leg in which its steps have become this much shorter than the first.
 _LEAST_PART = 0.5
-_SLOW_PART = 0.25  # moves that gain less than this part of what a leg gained are slow
+_SLOW_PART = 0.25  # moves that gain no more than this part of what a leg gained are slow
 _NUM_TRIES = 8  # draws of a move, at most, until one is new
 _CHAIN, _START, _LEGS = "chain", "start", "legs"
 
@@ -38,15 +39,16 @@ class GradientSampler(CandidateSampler):
     """Projected stochastic gradient on the logs of factors and attention factor (see descent.py), then moves.
 
     The seeds are not scored again: descents begin at the best scored of the seed regimes among the baselines. A trial
-    is a leg of a descent: as many gradient steps as there are windows, each on one of them, then the mean of the last
-    iterates, on the grid, as the candidate. So only full windows make a score, and a step's derivatives are kept in its
-    trial: the descent is replayed from the study for every proposal, and goes on wherever it was stopped.
+    is a leg of a descent: as many gradient steps as there are windows (eight at least), each on one of them, then the
+    mean of the last iterates, on the grid, as the candidate. So only full windows make a score, and a step's
+    derivatives are kept in its trial: the descent is replayed from the study for every proposal, and goes on wherever
+    it was stopped.
 
     One leg is what a descent is worth: moves gain more for the cost of a second. Only where the objective has a guard,
     and the leg has broken it, another follows, which takes the guard's short tokens into what it descends by, with a
     weight that doubles while it is broken, until the steps had to be shortened. `num_starts` descents begin at the best
     starts. With several workers, one that finds all descents at work begins the next at once. A further one begins at
-    the best of all when the moves gain little beside what the last leg gained.
+    the best of all, where none has begun yet, when the moves gain little beside what the last leg gained.
 
     The first moves take a leg apart: stretch by stretch, the best gets what the descent has left there, or came to, as
     a leg gains by most pairs and loses by some. Those that follow move a block of pairs of the best (see
@@ -73,6 +75,7 @@ class GradientSampler(CandidateSampler):
         self._start_names = {regime.name for regime in seeds}
         self._start_candidates = list(dict.fromkeys(space.repair(regime) for regime in seeds))
         self._num_windows = num_windows
+        self._num_leg_steps = max(num_windows, _LEAST_STEPS)
 
     @property
     def num_candidates(self) -> int:
@@ -92,7 +95,7 @@ class GradientSampler(CandidateSampler):
     @property
     def num_first_steps(self) -> int:
         """Those of a leg, where there is a seed to begin at."""
-        return self._num_windows if self._start_names else 0
+        return self._num_leg_steps if self._start_names else 0
 
     def plan(self, trials: Sequence[FrozenTrial], number: int) -> dict[str, Any] | None:
         """The leg of a descent that trial `number` is: its chain, where that began and the legs before; None where no
@@ -107,16 +110,15 @@ class GradientSampler(CandidateSampler):
             if self._goes_on(trials, legs):
                 numbers = [leg.number for leg in legs]
                 return {**legs[0].user_attrs[PLAN], _LEGS: numbers, GUARD_WEIGHT: _guard_weight(legs)}
+        starts = [trial.number for trial in self._starts(trials)]
+        if len(chains) >= self.config.num_starts:
+            is_worth_it = bool(chains) and _moves_are_slow(trials[:number], chains[max(chains)][-1])
+            starts = [ranked(trials[:number])[0].number] if is_worth_it else []
         used = {legs[0].user_attrs[PLAN][_START] for legs in chains.values()}
-        left = [trial.number for trial in self._starts(trials) if trial.number not in used]
-        start = None
-        if left and len(chains) < self.config.num_starts:
-            start = left[0]
-        elif chains and _moves_are_slow(trials[:number], chains[max(chains)][-1]):
-            start = ranked(trials[:number])[0].number
-        if start is None:
+        left = [start for start in starts if start not in used]
+        if not left:
             return None
-        first = {_CHAIN: len(chains), _START: start, NUM_STEPS: self._num_windows}
+        first = {_CHAIN: len(chains), _START: left[0], NUM_STEPS: self._num_leg_steps}
         return {**first, _LEGS: [], GUARD_WEIGHT: 0.0}
 
     def _starts(self, trials: Sequence[FrozenTrial]) -> list[FrozenTrial]:
@@ -213,7 +215,7 @@ def _chains(trials: Sequence[FrozenTrial]) -> dict[int, list[FrozenTrial]]:
 
 
 def _moves_are_slow(trials: Sequence[FrozenTrial], leg: FrozenTrial) -> bool:
-    """Whether the last moves, for as much as a leg costs, have gained less than a share of what the leg gained."""
+    """Whether the last moves, for as much as a leg costs, have gained no more than a part of what the leg gained."""
     leg_cost_tokens = leg.user_attrs.get(COST, 0)
     if leg.state is not TrialState.COMPLETE or violation(leg) > 0 or not leg_cost_tokens:
         return False
@@ -224,5 +226,5 @@ def _moves_are_slow(trials: Sequence[FrozenTrial], leg: FrozenTrial) -> bool:
         cost_tokens += trials[moves].user_attrs.get(COST, 0)
         if cost_tokens >= leg_cost_tokens:
             since = ranked(trials[:moves])[0].values[0] - ranked(trials)[0].values[0]
-            return bool(since < _SLOW_PART * gained)
+            return bool(since <= _SLOW_PART * max(gained, 0.0))
     return False

@@ -19,7 +19,7 @@ _END_PAIRS = 2.0  # standard deviation of a move of the retained pairs' end, as 
 # A move's size is between this part of half the factors' extent, in logs, and that half.
 _LEAST_MOVE = 0.02
 _MOST_MOVED = 0.5  # longest block of a move, as a part of the pairs
-_OTHER_SHARE = 0.05
+_CHOICE_SHARE, _ATTENTION_SHARE = 0.1, 0.05  # of moves, for each dimension of choices, and for the attention factor
 NUM_STRETCHES = 8  # of pairs that are exchanged
 _MOVED_ATTENTION = 0.02  # standard deviation of an attention factor's move
 _FINE_ATTENTION, _COARSE_ATTENTION = 0.012, 0.06  # standard deviations of an attention factor's move
@@ -57,8 +57,9 @@ def mutate(space: Space, parent: Candidate, probability: float, reach: int, rng:
 
 
 def move(space: Space, parent: Candidate, rng: np.random.Generator) -> Candidate:
-    """`parent` with one thing moved: a block of neighbouring pairs, all by the same part of their factors, or one of
-    the other dimensions, each with a chance of a twentieth.
+    """`parent` with one thing moved: a block of neighbouring pairs, all by the same part of their factors, or, with a
+    chance of a tenth each, retained tokens, critical pair or a number of held pairs by one choice, or, with a
+    twentieth, the attention factor.
 
     Blocks of up to half of the pairs and parts are of any size, small ones as often as large (log-uniform): a loss that
     is smooth over one stretch of pairs is rugged over another, where angles wrap, and only a try can tell which. It is
@@ -66,8 +67,10 @@ def move(space: Space, parent: Candidate, rng: np.random.Generator) -> Candidate
     proportion to the log of 1 plus its turns in target_length.
     """
     others = space.dimensions[space.num_pairs :]
-    if rng.random() < _OTHER_SHARE * len(others):
-        position = space.num_pairs + int(rng.integers(len(others)))
+    shares = np.cumsum([_CHOICE_SHARE if dimension.choices else _ATTENTION_SHARE for dimension in others])
+    other = int(np.searchsorted(shares, rng.random(), side="right"))
+    if other < len(others):
+        position = space.num_pairs + other
         dimension, vector = space.dimensions[position], space.encode(parent)
         step = float(rng.choice((-1, 1))) if dimension.choices else float(rng.normal(0, _MOVED_ATTENTION))
         if not dimension.low <= vector[position] + step <= dimension.high:
