@@ -1,4 +1,4 @@
-"""Gradient search: stochastic descents, each scored on all windows now and then, then moves of the best."""
+"""Gradient search: a stochastic descent, then moves of the best."""
 
 from collections.abc import Sequence
 from typing import Any, ClassVar
@@ -9,46 +9,51 @@ from optuna.trial import FrozenTrial, TrialState
 from ropesearch.rope.regime import Regime
 from ropesearch.search.config import GradientConfig
 from ropesearch.search.descent import Descent
-from ropesearch.search.operators import move
+from ropesearch.search.operators import NUM_STRETCHES, exchange, move
 from ropesearch.search.sampler import CandidateSampler, Past, StepAsked, known_candidates
 from ropesearch.search.space import Candidate, Space
 from ropesearch.search.trials import (
+    COST,
     GUARD_WEIGHT,
     METHOD,
     NUM_STEPS,
     PLAN,
     rank,
     ranked,
+    recorded_candidate,
     recorded_plan,
     recorded_regime,
     recorded_steps,
     violation,
 )
 
-# A descent ends with the leg in which its steps have become this much shorter than the first.
+_LEAST_STEPS = 8  # of a leg
+# A descent that breaks its guard ends with the leg in which its steps have become this much shorter than the first.
 _LEAST_PART = 0.5
+_SLOW_PART = 0.25  # moves that gain no more than this part of what a leg gained are slow
 _NUM_TRIES = 8  # draws of a move, at most, until one is new
 _CHAIN, _START, _LEGS = "chain", "start", "legs"
 
 
 class GradientSampler(CandidateSampler):
-    """Projected stochastic gradient on the logs of factors and attention factor (see descent.py).
+    """Projected stochastic gradient on the logs of factors and attention factor (see descent.py), then moves.
 
     The seeds are not scored again: descents begin at the best scored of the seed regimes among the baselines. A trial
-    is a leg of a descent: as many gradient steps as there are windows, each on one of them, then the mean of the last
-    iterates, on the grid, as the candidate. So only full windows make a score, and a step's derivatives are kept in its
-    trial: the descent is replayed from the study for every proposal, and goes on wherever it was stopped.
+    is a leg of a descent: as many gradient steps as there are windows (eight at least), each on one of them, then the
+    mean of the last iterates, on the grid, as the candidate. So only full windows make a score, and a step's
+    derivatives are kept in its trial: the descent is replayed from the study for every proposal, and goes on wherever
+    it was stopped.
 
-    Where the objective has a guard, a descent that breaks it takes its short tokens into what it descends by, with a
-    weight that doubles while it is broken.
+    One leg is what a descent is worth: moves gain more for the cost of a second. Only where the objective has a guard,
+    and the leg has broken it, another follows, which takes the guard's short tokens into what it descends by, with a
+    weight that doubles while it is broken, until the steps had to be shortened. `num_starts` descents begin at the best
+    starts. With several workers, one that finds all descents at work begins the next at once. A further one begins at
+    the best of all, where none has begun yet, when the moves gain little beside what the last leg gained.
 
-    A descent ends when its steps had to be shortened, when a leg has failed, or when it is worse than the first descent
-    was after as many legs. The next one begins at the next best start, up to `num_starts`. With several workers, one
-    that finds all descents at work begins the next at once.
-
-    What is left of num_candidates are moves of the best of all (see operators.move), kept when they are better. They
-    try what gradients do not see: other retained tokens, the fast pairs, whose angles wrap, and other minima of pairs
-    that turn about once in a window. Raced, most moves cost a fifth of a score.
+    The first moves take a leg apart: stretch by stretch, the best gets what the descent has left there, or came to, as
+    a leg gains by most pairs and loses by some. Those that follow move a block of pairs of the best (see
+    operators.move). They try what gradients do not see: other retained tokens, the fast pairs, whose angles wrap, and
+    other minima of pairs that turn about once in a window. Raced, most moves cost a fifth of a score.
 
     Raises InputError when the configuration cannot be run.
     """
@@ -70,6 +75,7 @@ class GradientSampler(CandidateSampler):
         self._start_names = {regime.name for regime in seeds}
         self._start_candidates = list(dict.fromkeys(space.repair(regime) for regime in seeds))
         self._num_windows = num_windows
+        self._num_leg_steps = max(num_windows, _LEAST_STEPS)
 
     @property
     def num_candidates(self) -> int:
@@ -89,7 +95,7 @@ class GradientSampler(CandidateSampler):
     @property
     def num_first_steps(self) -> int:
         """Those of a leg, where there is a seed to begin at."""
-        return self._num_windows if self._start_names else 0
+        return self._num_leg_steps if self._start_names else 0
 
     def plan(self, trials: Sequence[FrozenTrial], number: int) -> dict[str, Any] | None:
         """The leg of a descent that trial `number` is: its chain, where that began and the legs before; None where no
@@ -99,33 +105,31 @@ class GradientSampler(CandidateSampler):
             trial.state.is_finished() for trial in trials[: self._num_baselines]
         ):
             return None  # of several workers, those that are there before the best baseline is known make moves
-        chains: dict[int, list[FrozenTrial]] = {}
-        for trial in trials:
-            if trial.number < number and PLAN in trial.user_attrs:
-                chains.setdefault(trial.user_attrs[PLAN][_CHAIN], []).append(trial)
-        for chain, legs in sorted(chains.items()):
-            if self._goes_on(trials, legs, chains[0] if chain else legs):
+        chains = _chains(trials[:number])
+        for legs in chains.values():
+            if self._goes_on(trials, legs):
                 numbers = [leg.number for leg in legs]
                 return {**legs[0].user_attrs[PLAN], _LEGS: numbers, GUARD_WEIGHT: _guard_weight(legs)}
+        starts = [trial.number for trial in self._starts(trials)]
+        if len(chains) >= self.config.num_starts:
+            is_worth_it = bool(chains) and _moves_are_slow(trials[:number], chains[max(chains)][-1])
+            starts = [ranked(trials[:number])[0].number] if is_worth_it else []
         used = {legs[0].user_attrs[PLAN][_START] for legs in chains.values()}
-        starts = [trial for trial in ranked(trials) if trial.user_attrs[METHOD] in self._start_names]
-        left = [trial.number for trial in starts if trial.number not in used]
-        if left and len(chains) < self.config.num_starts:
-            first = {_CHAIN: len(chains), _START: left[0], NUM_STEPS: self._num_windows}
-            return {**first, _LEGS: [], GUARD_WEIGHT: 0.0}
-        return None
+        left = [start for start in starts if start not in used]
+        if not left:
+            return None
+        first = {_CHAIN: len(chains), _START: left[0], NUM_STEPS: self._num_leg_steps}
+        return {**first, _LEGS: [], GUARD_WEIGHT: 0.0}
 
-    def _goes_on(
-        self, trials: Sequence[FrozenTrial], legs: Sequence[FrozenTrial], first_legs: Sequence[FrozenTrial]
-    ) -> bool:
-        """Whether a descent has another leg: none is at work or has failed, the steps are not short yet, and after as
-        many legs it is no worse than the first descent was.
+    def _starts(self, trials: Sequence[FrozenTrial]) -> list[FrozenTrial]:
+        """The scored seed regimes, best first."""
+        return [trial for trial in ranked(trials) if trial.user_attrs[METHOD] in self._start_names]
+
+    def _goes_on(self, trials: Sequence[FrozenTrial], legs: Sequence[FrozenTrial]) -> bool:
+        """Whether a descent has another leg: none is at work or has failed, the last one broke the guard, and the steps
+        are not short yet.
         """
-        if not all(leg.state is TrialState.COMPLETE for leg in legs):
-            return False
-        counterparts = first_legs[: len(legs)]
-        scored = len(counterparts) == len(legs) and counterparts[-1].state is TrialState.COMPLETE
-        if scored and rank(legs[-1])[:2] > rank(counterparts[-1])[:2]:
+        if not all(leg.state is TrialState.COMPLETE for leg in legs) or violation(legs[-1]) == 0:
             return False
         descent = self._replayed(trials, legs[0].user_attrs[PLAN], [leg.number for leg in legs])
         return descent.part_of_first_length > _LEAST_PART
@@ -145,18 +149,37 @@ class GradientSampler(CandidateSampler):
         """As all samplers; the candidate of a leg is the mean of its descent's last iterates."""
         plan = recorded_plan(trials, number)
         if plan is None:
-            return super().propose(trials, number)
+            return self._exchanged(trials, number) or super().propose(trials, number)
         average = self._replayed(trials, plan, [*plan[_LEGS], number]).average
         return self._new(self.space.repair(average), known_candidates(trials, number))
 
+    def _exchanged(self, trials: Sequence[FrozenTrial], number: int) -> Candidate | None:
+        """The best with a stretch of what the last leg has left or come to; None where all stretches were tried."""
+        chains = _chains(trials[:number])
+        legs = chains[max(chains)] if chains else []
+        candidate = recorded_candidate(legs[-1]) if legs else None
+        if candidate is None or legs[-1].state is not TrialState.COMPLETE:
+            return None
+        before = self._candidate(trials[legs[0].user_attrs[PLAN][_START]])
+        best = self._candidate(ranked(trials)[0])
+        known = known_candidates(trials, number)
+        for part in range(number - legs[-1].number - 1, NUM_STRETCHES + 1):
+            exchanged = exchange(self.space, best, candidate, before, part)
+            if exchanged not in known and exchanged not in (best, before):
+                return exchanged
+        return None
+
+    def _candidate(self, trial: FrozenTrial) -> Candidate:
+        """What a scored trial is in the space."""
+        return recorded_candidate(trial) or self.space.repair(recorded_regime(trial, self.space.target_length))
+
     def _draw(self, past: Past, index: int, rng: np.random.Generator) -> Candidate:
-        if past.scored:
+        if past.scored and (not past.baselines or past.scored[0].rank < rank(past.baselines[0])):
             best = past.scored[0].candidate
+        elif past.baselines:
+            best = self._candidate(past.baselines[0])
         else:
-            starts = [trial for trial in past.baselines if trial.user_attrs[METHOD] in self._start_names]
-            regimes = [recorded_regime(trial, self.space.target_length) for trial in starts]
-            unscored = [*self._start_candidates, self.space.decode(np.ones(self.space.num_dimensions))]
-            best = [*map(self.space.repair, regimes), *unscored][0]
+            best = [*self._start_candidates, self.space.decode(np.ones(self.space.num_dimensions))][0]
         for _ in range(_NUM_TRIES):
             moved = move(self.space, best, rng)
             if moved not in past.known and moved != best:
@@ -180,3 +203,28 @@ def _guard_weight(legs: Sequence[FrozenTrial]) -> float:
     """The weight of the short tokens of an objective's guard in the next leg: more with every leg that broke it."""
     num_broken = sum(violation(leg) > 0 for leg in legs)
     return 2.0 ** (num_broken - 1) if num_broken else 0.0
+
+
+def _chains(trials: Sequence[FrozenTrial]) -> dict[int, list[FrozenTrial]]:
+    """The legs of each descent among the trials, in order."""
+    chains: dict[int, list[FrozenTrial]] = {}
+    for trial in trials:
+        if PLAN in trial.user_attrs:
+            chains.setdefault(trial.user_attrs[PLAN][_CHAIN], []).append(trial)
+    return dict(sorted(chains.items()))
+
+
+def _moves_are_slow(trials: Sequence[FrozenTrial], leg: FrozenTrial) -> bool:
+    """Whether the last moves, for as much as a leg costs, have gained no more than a part of what the leg gained."""
+    leg_cost_tokens = leg.user_attrs.get(COST, 0)
+    if leg.state is not TrialState.COMPLETE or violation(leg) > 0 or not leg_cost_tokens:
+        return False
+    before = ranked(trials[: leg.number])
+    gained = before[0].values[0] - leg.values[0] if before else 0.0
+    cost_tokens = 0
+    for moves in range(leg.number + 1, len(trials))[::-1]:
+        cost_tokens += trials[moves].user_attrs.get(COST, 0)
+        if cost_tokens >= leg_cost_tokens:
+            since = ranked(trials[:moves])[0].values[0] - ranked(trials)[0].values[0]
+            return bool(since <= _SLOW_PART * max(gained, 0.0))
+    return False

@@ -18,7 +18,9 @@ _BLOCK_SHARE = 0.25  # mean length of a block of pairs that move together, as a 
 _END_PAIRS = 2.0  # standard deviation of a move of the retained pairs' end, as in LongRoPE's released code
 # A move's size is between this part of half the factors' extent, in logs, and that half.
 _LEAST_MOVE = 0.02
-_OTHER_SHARE = 0.1
+_MOST_MOVED = 0.5  # longest block of a move, as a part of the pairs
+_CHOICE_SHARE, _ATTENTION_SHARE = 0.1, 0.05  # of moves, for each dimension of choices, and for the attention factor
+NUM_STRETCHES = 8  # of pairs that are exchanged
 _MOVED_ATTENTION = 0.02  # standard deviation of an attention factor's move
 _FINE_ATTENTION, _COARSE_ATTENTION = 0.012, 0.06  # standard deviations of an attention factor's move
 
@@ -55,24 +57,31 @@ def mutate(space: Space, parent: Candidate, probability: float, reach: int, rng:
 
 
 def move(space: Space, parent: Candidate, rng: np.random.Generator) -> Candidate:
-    """`parent` with one thing moved: a block of neighbouring pairs, all by the same part of their factors, or one of
-    the other dimensions, each with a chance of a tenth.
+    """`parent` with one thing moved: a block of neighbouring pairs, all by the same part of their factors, or, with a
+    chance of a tenth each, retained tokens, critical pair or a number of held pairs by one choice, or, with a
+    twentieth, the attention factor.
 
-    Blocks and parts are of any size, small ones as often as large (log-uniform): a loss that is smooth over one stretch
-    of pairs is rugged over another, where angles wrap, and only a try can tell which.
+    Blocks of up to half of the pairs and parts are of any size, small ones as often as large (log-uniform): a loss that
+    is smooth over one stretch of pairs is rugged over another, where angles wrap, and only a try can tell which. It is
+    rugged where pairs turn often, and does not change where they hardly turn: a pair is the middle of a block in
+    proportion to the log of 1 plus its turns in target_length.
     """
     others = space.dimensions[space.num_pairs :]
-    if rng.random() < _OTHER_SHARE * len(others):
-        position = space.num_pairs + int(rng.integers(len(others)))
+    shares = np.cumsum([_CHOICE_SHARE if dimension.choices else _ATTENTION_SHARE for dimension in others])
+    other = int(np.searchsorted(shares, rng.random(), side="right"))
+    if other < len(others):
+        position = space.num_pairs + other
         dimension, vector = space.dimensions[position], space.encode(parent)
         step = float(rng.choice((-1, 1))) if dimension.choices else float(rng.normal(0, _MOVED_ATTENTION))
         if not dimension.low <= vector[position] + step <= dimension.high:
             step = -step
         vector[position] += step
         return space.decode(vector)
-    num_moving = len(range(space.num_pairs)[space.moving_pairs(parent)])
-    size = int(np.exp(rng.uniform(0, np.log(num_moving + 1))))
-    middle = int(rng.integers(num_moving))
+    turns = space.target_length / space.geometry.periods_tokens()[space.moving_pairs(parent)]
+    weights = np.log1p(turns)
+    num_moving = len(weights)
+    size = int(np.exp(rng.uniform(0, np.log(_MOST_MOVED * num_moving + 1))))
+    middle = int(rng.choice(num_moving, p=weights / weights.sum()))
     first = max(0, middle - size // 2)
     largest = np.log(space.factor_grid[-1] / space.factor_grid[0]) / 2
     increment = rng.choice((-1, 1)) * largest * np.exp(rng.uniform(np.log(_LEAST_MOVE), 0))
@@ -87,6 +96,24 @@ def shift(space: Space, parent: Candidate, first: int, last: int, increment: flo
     vector = space.encode(parent)
     vector[start + first : start + last] *= np.exp(increment)
     return space.decode(vector)
+
+
+def exchange(space: Space, best: Candidate, first: Candidate, second: Candidate, part: int) -> Candidate:
+    """`best` with a stretch of pairs as it is in `second` where it has that of `first`, else as in `first`, projected
+    onto the space. `part` is the number of the stretch, of NUM_STRETCHES of about as many pairs each, counted from the
+    fast ones; part NUM_STRETCHES is all other dimensions.
+    """
+    here = _stretch(space, part)
+    vector, one, other = (space.encode(each) for each in (best, first, second))
+    vector[here] = other[here] if np.array_equal(vector[here], one[here]) else one[here]
+    return space.decode(vector)
+
+
+def _stretch(space: Space, part: int) -> slice:
+    if part == NUM_STRETCHES:
+        return slice(space.num_pairs, None)
+    edges = np.linspace(0, space.num_pairs, NUM_STRETCHES + 1).round().astype(int)
+    return slice(int(edges[part]), int(edges[part + 1]))
 
 
 def cross(space: Space, first: Candidate, second: Candidate, probability: float, rng: np.random.Generator) -> Candidate:

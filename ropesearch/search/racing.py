@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 from optuna import Trial
-from optuna.trial import FrozenTrial
+from optuna.trial import FrozenTrial, TrialState
 from scipy.stats import t as student
 
 from ropesearch.errors import ScoringError
@@ -34,6 +34,7 @@ from ropesearch.search.trials import (
     ESTIMATE,
     FAILURE,
     MARK,
+    PLAN,
     SCORE,
     SECONDS,
     STOPPED_AFTER,
@@ -48,18 +49,26 @@ from ropesearch.search.trials import (
 LEAST_WINDOWS = 4
 CHANCE = 0.05
 # Of a greedy search: what is likely worse than the best is dropped, as another move costs little more than certainty.
-_GREEDY_LEAST_WINDOWS = 3
+_GREEDY_LEAST_WINDOWS = 2
 _GREEDY_CHANCE = 1 / 3
+_GREEDY_FIRST_CHANCE = 0.1
 
 
 class Rule(NamedTuple):
     """When a race ends early: against the `rank`th best (from 1), from `least_windows` on, where the test's chance for
-    a candidate as good as that to look so bad is below `chance`.
+    a candidate as good as that to look so bad is below `chance`; with `first_chance` after the first window already,
+    by the same test on its position blocks. A greedy race is against the best of all, baselines included.
     """
 
     rank: int
     least_windows: int
     chance: float
+    first_chance: float | None = None
+
+    @property
+    def is_greedy(self) -> bool:
+        """Whether it is of candidates that are made from the best alone."""
+        return self.first_chance is not None
 
     def stops(self, differences: NDArray[np.float64], num_windows: int) -> bool:
         """Whether a candidate is stopped that is worse than the mark by `differences` on its first windows, of
@@ -68,11 +77,24 @@ class Rule(NamedTuple):
         num_seen = len(differences)
         if not self.least_windows <= num_seen < num_windows:
             return False
-        mean, deviation = float(differences.mean()), float(differences.std(ddof=1))
-        if mean <= 0 or deviation == 0:
-            return mean > 0
-        statistic = mean / deviation * math.sqrt(num_seen * num_windows / (num_windows - num_seen))
-        return bool(student.sf(statistic, num_seen - 1) < self.chance)
+        return _is_worse(differences, num_seen / num_windows, self.chance)
+
+    def stops_at_first(self, differences: NDArray[np.float64], num_windows: int) -> bool:
+        """Whether a candidate is stopped after one of `num_windows`, on whose position blocks it is worse than the mark
+        by `differences`, which have the window's as their mean.
+        """
+        if self.first_chance is None or len(differences) < 2 or num_windows < 2:
+            return False
+        return _is_worse(differences, 1 / num_windows, self.first_chance)
+
+
+def _is_worse(differences: NDArray[np.float64], part: float, chance: float) -> bool:
+    """The test: `differences` are this part of all, in (0, 1)."""
+    mean, deviation = float(differences.mean()), float(differences.std(ddof=1))
+    if mean <= 0 or deviation == 0:
+        return mean > 0
+    num_seen = len(differences)
+    return bool(student.sf(mean / deviation * math.sqrt(num_seen / (1 - part)), num_seen - 1) < chance)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,6 +102,9 @@ class Racing:
     """What a race needs. `evaluate(regime, window)` gives the score of one search window alone, of `num_windows` that
     are taken in order, and costs `window_cost_tokens`; it raises ScoringError when it cannot. `objective` makes values
     of them. The mark is the candidate that has the rule's rank when a new one is begun.
+
+    A greedy race asks for more than to be better than the mark: what is left of a score would have gained something
+    if it were spent on other moves, as much as these have gained for it so far, and a candidate has to promise that.
     """
 
     evaluate: Callable[[Regime, int], Score]
@@ -93,25 +118,45 @@ class Racing:
 
         None also where that one breaks the objective's guard: a candidate that is worse and breaks it less comes first.
         """
-        marks = [trial for trial in ranked(trials) if is_searched(trial)][self.rule.rank - 1 : self.rule.rank]
+        entrants = [trial for trial in ranked(trials) if self.rule.is_greedy or is_searched(trial)]
+        marks = entrants[self.rule.rank - 1 : self.rule.rank]
         return marks[0] if marks and violation(marks[0]) == 0 else None
 
+    def gain_of_a_window(self, trials: Sequence[FrozenTrial]) -> float:
+        """What the moves of a greedy search have gained, in nats per token, for the cost of a window; else 0."""
+        if not self.rule.is_greedy:
+            return 0.0
+        best, gained, cost_tokens = math.inf, 0.0, 0
+        for trial in trials:
+            is_move = is_searched(trial) and PLAN not in trial.user_attrs
+            if is_move and trial.state.is_finished():
+                cost_tokens += trial.user_attrs.get(COST, 0)
+            if trial.state is TrialState.COMPLETE and violation(trial) == 0 and trial.values[0] < best:
+                gained += best - trial.values[0] if is_move and best < math.inf else 0.0
+                best = trial.values[0]
+        return gained * self.window_cost_tokens / cost_tokens if cost_tokens else 0.0
+
     def run(
-        self, trial: Trial, regime: Regime, mark: FrozenTrial, record: Callable[[dict[str, Any]], None]
+        self,
+        trial: Trial,
+        regime: Regime,
+        mark: FrozenTrial,
+        gain_of_a_window: float,
+        record: Callable[[dict[str, Any]], None],
     ) -> dict[str, Any]:
         """Score the windows that are left of a trial one by one, each given to `record` at once as attributes of the
         trial; returns those that say how it ended: the whole score, after how many windows the trial was stopped, or
         why it failed.
         """
-        values = self.objective.window_values(Score.from_json(mark.user_attrs[SCORE]))
+        mark_score = Score.from_json(mark.user_attrs[SCORE])
         scores = recorded_windows(trial)
         while len(scores) < self.num_windows:
-            if scores:
-                differences = self.objective.window_values(Score.joined(scores)) - values[: len(scores)]
-                if self.rule.stops(differences, self.num_windows):
-                    estimate = self.objective.value(Score.from_json(mark.user_attrs[SCORE])) + differences.mean()
-                    cost_tokens = len(scores) * self.window_cost_tokens
-                    return {COST: cost_tokens, ESTIMATE: float(estimate), STOPPED_AFTER: len(scores)}
+            if scores and self._stops(Score.joined(scores), mark_score, gain_of_a_window):
+                values = self.objective.window_values(mark_score)[: len(scores)]
+                worse = self.objective.window_values(Score.joined(scores)) - values
+                estimate = self.objective.value(mark_score) + worse.mean()
+                cost_tokens = len(scores) * self.window_cost_tokens
+                return {COST: cost_tokens, ESTIMATE: float(estimate), STOPPED_AFTER: len(scores)}
             started = time.perf_counter()
             try:
                 score = self.evaluate(regime, len(scores))
@@ -127,6 +172,25 @@ class Racing:
             scores.append(score)
         return {COST: len(scores) * self.window_cost_tokens, SCORE: Score.joined(scores).to_json()}
 
+    def _stops(self, seen: Score, mark: Score, gain_of_a_window: float) -> bool:
+        num_seen = len(seen.nats)
+        asked = gain_of_a_window * (self.num_windows - num_seen)
+        values, mark_values = self.objective.window_values(seen), self.objective.window_values(mark)
+        if num_seen == 1 and not self.objective.parts:
+            blocks = (_block_shares(score) for score in (seen, mark))
+            return self.rule.stops_at_first(np.subtract(*blocks) + asked, self.num_windows)
+        return self.rule.stops(values - mark_values[:num_seen] + asked, self.num_windows)
+
+
+def _block_shares(score: Score) -> NDArray[np.float64]:
+    """The nats per token of a score's first window as the mean of its position blocks' shares, float64, of the blocks
+    that were scored.
+    """
+    nats, tokens = score.nats[0], score.tokens[0]
+    scored = tokens > 0
+    shares: NDArray[np.float64] = nats[scored] * scored.sum() / tokens.sum()
+    return shares
+
 
 def race_rule(
     config: RacingConfig, selection: SelectionConfig, sampler: CandidateSampler, objective: Objective, num_windows: int
@@ -138,7 +202,7 @@ def race_rule(
     if config.mark is RacingMark.none or not sampler.may_stop or not objective.has_window_values:
         return None
     if sampler.is_greedy:
-        rule = Rule(1, _GREEDY_LEAST_WINDOWS, _GREEDY_CHANCE)
+        rule = Rule(1, _GREEDY_LEAST_WINDOWS, _GREEDY_CHANCE, _GREEDY_FIRST_CHANCE)
     else:
         rule = Rule(selection.num_finalists, LEAST_WINDOWS, CHANCE)
     return rule if num_windows > rule.least_windows else None

@@ -310,7 +310,8 @@ class Worker:
         mark = self.racing.mark(trials) if begun is None else trials[begun]
         if mark is None:
             return None
-        return self.racing.run(trial, regime, mark, lambda values: self._record(trial, values))
+        gain = self.racing.gain_of_a_window(trials[: trial.number])
+        return self.racing.run(trial, regime, mark, gain, lambda values: self._record(trial, values))
 
     def _scored(self, trial: Trial) -> dict[str, Any]:
         regime = recorded_regime(trial, self.sampler.space.target_length)

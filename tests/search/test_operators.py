@@ -6,7 +6,7 @@ from scipy.optimize import isotonic_regression
 
 from ropesearch.rope import methods
 from ropesearch.search.config import SpaceConfig
-from ropesearch.search.operators import cross, move, mutate, nearest_new, shift
+from ropesearch.search.operators import NUM_STRETCHES, cross, exchange, move, mutate, nearest_new, shift
 from ropesearch.search.space import Candidate
 from ropesearch.search.spaces import make_space
 from ropesearch.seeding import stream
@@ -51,14 +51,43 @@ def test_moves_are_of_any_size_and_place_and_now_and_then_of_other_things() -> N
     changes = np.array([np.log(SPACE.curve(moved)) - curve for moved in moves])
     attention = sum(moved.attention_steps != parent.attention_steps for moved in moves)
     retained = sum(moved.retained_tokens != parent.retained_tokens for moved in moves)
-    assert 340 < attention < 460 and 340 < retained < 460  # a tenth of 4,000 each, but for moves of no whole step
+    assert 150 < attention < 250 and 340 < retained < 460  # a twentieth and a tenth, but for moves of no whole step
     touched = (np.abs(changes) > 1e-9).mean(axis=0)
-    assert touched.min() > 0.1 and touched.max() < 0.7
+    assert touched[0] > 0.15 and 0.01 < touched[-1] < 0.2 * touched[0]  # pairs that turn often, more often
+    assert touched.max() < 0.7
     sizes = np.abs(changes).max(axis=1)
     half = np.log(SPACE.factor_grid[-1]) / 2
     assert np.quantile(sizes[sizes > 0], 0.1) < 0.06 * half and sizes.max() <= half + 0.01
     ups = (changes.sum(axis=1) > 0).sum() / (np.abs(changes).sum(axis=1) > 0).sum()
     assert 0.4 < ups < 0.6
+
+
+@given(st.data(), st.sampled_from(sorted(SPACES)), st.integers(0, NUM_STRETCHES))
+def test_an_exchange_takes_a_stretch_of_the_one_or_the_other(data: st.DataObject, name: str, part: int) -> None:
+    space = SPACES[name]
+    first, second = data.draw(candidates(space)), data.draw(candidates(space))
+    exchanged = exchange(space, first, first, second, part)
+    assert space.contains(exchanged)
+    if part == NUM_STRETCHES:
+        others = slice(space.num_pairs, None)
+        assert space.encode(exchanged)[others].tolist() == space.encode(second)[others].tolist()
+        if not (space.low.searched or space.high.searched):
+            assert exchanged.factor_steps == first.factor_steps
+
+
+def test_exchanges_of_all_stretches_lead_from_one_to_the_other_and_back() -> None:
+    """32 pairs in stretches of four, then attention factor and retained tokens."""
+    space = make_space(make_geometry(32), TARGET_LENGTH, SpaceConfig(retained_tokens=[0, 8]))
+    first = Candidate(tuple(range(0, 320, 10)), 100, 0)
+    second = Candidate(tuple(range(5, 325, 10)), 200, 8)
+    best = first
+    for part in range(NUM_STRETCHES):
+        best = exchange(space, best, first, second, part)
+        num_taken = 4 * (part + 1)
+        assert best.factor_steps == second.factor_steps[:num_taken] + first.factor_steps[num_taken:]
+        assert (best.attention_steps, best.retained_tokens) == (100, 0)
+        assert exchange(space, exchange(space, best, first, second, part), first, second, part) == best
+    assert exchange(space, best, first, second, NUM_STRETCHES) == second
 
 
 def test_a_shift_moves_the_logs_of_a_block_alike_and_projects() -> None:

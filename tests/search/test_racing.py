@@ -1,5 +1,6 @@
 """ropesearch/search/racing.py: the test by scipy and by simulation, and searches that race."""
 
+import dataclasses
 import math
 from collections.abc import Callable
 from pathlib import Path
@@ -33,9 +34,18 @@ from ropesearch.search.config import (
 from ropesearch.search.racing import CHANCE, LEAST_WINDOWS, Racing, Rule, race_rule
 from ropesearch.search.run import SearchResult
 from ropesearch.search.storage import JOURNAL_NAME
-from ropesearch.search.trials import PLAN, Step, candidate_json, is_searched, ranked, recorded_candidate
+from ropesearch.search.trials import (
+    PLAN,
+    Step,
+    candidate_json,
+    is_searched,
+    ranked,
+    recorded_candidate,
+    recorded_windows,
+)
 from ropesearch.search.worker import SearchEvent
 from tests.search.analytic import BASELINES, EVOLUTION, distance, make_sampler, run, search_in
+from tests.search.test_sampler import trial_of
 from tests.search.test_worker import Killed, contents, study_of
 
 NUM_WINDOWS = 8
@@ -56,7 +66,7 @@ def p_value(differences: NDArray[np.float64], num_windows: int) -> float:
     return float(stats.t.sf((differences.mean() - needed) / spread, seen - 1))
 
 
-GREEDY = Rule(1, 3, 1 / 3)  # of optimizer=gradient
+GREEDY = Rule(1, 2, 1 / 3, 0.1)  # of optimizer=gradient
 
 
 def careful(rank: int = 1) -> Rule:
@@ -113,8 +123,9 @@ def test_ties_and_ends() -> None:
 @pytest.mark.parametrize(
     ("differences", "stopped"),
     [
-        ([0.1, 0.2], False),  # too few
-        ([0.1, 0.2, 0.3], True),
+        ([0.1], False),  # too few
+        ([0.1, 0.2], True),
+        ([0.0, 0.1, -0.01, -0.05], False),
         ([-0.2, 0.1, 0.2], False),  # a mean of 0.033 with a standard error of 0.120: t = 0.308 of 16, chance 0.39
         ([-0.1, 0.1, 0.2], True),  # 0.067 with 0.088: t = 0.840, chance 0.245
         ([-0.3, 0.1, 0.1], False),
@@ -122,6 +133,114 @@ def test_ties_and_ends() -> None:
 )
 def test_a_greedy_race_stops_what_is_likely_worse(differences: list[float], stopped: bool) -> None:
     assert GREEDY.stops(np.array(differences), 16) == stopped
+
+
+@pytest.mark.parametrize(
+    ("differences", "stopped"),
+    [
+        ([0.1], False),  # too few
+        ([0.1, 0.1], True),
+        ([-0.1, 0.1, 0.2, 0.2], False),  # a mean of 0.1 with a standard error of 0.0707: t = 1.461 of 16, chance 0.120
+        ([0.0, 0.1, 0.2, 0.2], True),  # 0.125 with 0.0479: t = 2.697, chance 0.037
+        ([-0.2, 0.1, 0.05, 0.05], False),
+    ],
+)
+def test_a_greedy_race_looks_at_the_position_blocks_of_the_first_window(
+    differences: list[float], stopped: bool
+) -> None:
+    """One of 16 windows: t = mean / error * sqrt(16 / 15)."""
+    assert GREEDY.stops_at_first(np.array(differences), 16) == stopped
+    assert not careful().stops_at_first(np.array(differences), 16)
+
+
+BLOCKS = 4  # of a window of 8 tokens
+
+
+def in_blocks(nats: list[float]) -> Score:
+    """A window of blocks of two tokens; the first token is never scored."""
+    return Score(nats=[nats], tokens=[[1, 2, 2, 2]], block_edges=[0, 2, 4, 6, 8])
+
+
+def greedy_of(windows: list[Score], objective: Objective | None = None) -> Racing:
+    return Racing(
+        evaluate=lambda regime, window: windows[window],
+        num_windows=NUM_WINDOWS,
+        window_cost_tokens=8,
+        objective=objective or Objective(),
+        rule=GREEDY,
+    )
+
+
+UNWRITTEN: Any = trial_of(4, {}, None, TrialState.RUNNING)
+MARK_TRIAL = trial_of(3, {"score": Score.joined([in_blocks([1, 2, 2, 2])] * NUM_WINDOWS).to_json()}, 1.0)
+
+
+@pytest.mark.parametrize(
+    ("nats", "gain", "num_windows"),
+    [
+        ([1.1, 2.2, 2.2, 2.2], 0.0, 1),  # worse everywhere
+        ([0.6, 2.6, 2.4, 1.8], 0.0, 2),  # worse by 0.4 / 7, but not in each block: it takes another window
+        ([0.9, 1.8, 1.8, 1.8], 0.0, NUM_WINDOWS),
+        # Better by a tenth of a nat a token on each window, which the seven that are left would have gained too.
+        ([0.9, 1.8, 1.8, 1.8], 0.014, NUM_WINDOWS),
+        ([0.9, 1.8, 1.8, 1.8], 0.017, 2),  # 0.119, and 0.102 of six; the blocks differ too much to tell after one
+        ([0.9, 1.8, 1.8, 1.8], 0.04, 1),
+    ],
+)
+def test_a_move_has_to_promise_what_others_have_gained_for_as_much(
+    nats: list[float], gain: float, num_windows: int
+) -> None:
+    racing = greedy_of([in_blocks(nats)] * NUM_WINDOWS)
+    written: list[dict[str, Any]] = []
+    found = racing.run(UNWRITTEN, BASELINES[0], MARK_TRIAL, gain, written.append)
+    seen = recorded_windows(trial_of(4, {key: value for each in written for key, value in each.items()}, None))
+    assert len(written) == num_windows and found["num_forward_equivalent_tokens"] == 8 * num_windows
+    assert ("score" in found) is (num_windows == NUM_WINDOWS)
+    if num_windows < NUM_WINDOWS:
+        assert found["stopped_after"] == num_windows
+        assert found["estimated_nats_per_token"] == pytest.approx(Score.joined([in_blocks(nats)]).nats_per_token)
+    assert len(seen) == 0 or seen[0].nats.tolist() == [nats]
+
+
+def test_with_weighted_lengths_or_a_guard_blocks_say_nothing_of_a_window() -> None:
+    parts = objective_of(ScoringConfig(lengths=[4, 8], length_weights=[1, 3], num_blocks=4), 8, 2)
+    racing = greedy_of([in_blocks([1.1, 2.2, 2.2, 2.2])] * NUM_WINDOWS, parts)
+    found = racing.run(UNWRITTEN, BASELINES[0], MARK_TRIAL, 0.0, lambda values: None)
+    assert found["stopped_after"] == 2
+
+
+def test_what_moves_have_gained_is_that_of_moves_alone() -> None:
+    """By the cost of all of them, those that were stopped or failed too; not what legs and baselines have gained."""
+    racing = greedy_of([])
+    leg = trial_of(4, {"method": "searched", "plan": {}, "num_forward_equivalent_tokens": 500}, 2.0)
+
+    def moved(number: int, value: float | None, cost: int, state: TrialState = TrialState.COMPLETE, **more: Any) -> Any:
+        return trial_of(number, {"method": "searched", "num_forward_equivalent_tokens": cost}, value, state, **more)
+
+    baselines = [trial_of(number, {"method": "ntk"}, 5.0 - number / 4) for number in range(4)]
+    assert racing.gain_of_a_window([*baselines, leg]) == 0.0
+    moves = [
+        moved(5, None, 8, TrialState.PRUNED),
+        moved(6, 1.9, 64),
+        moved(7, 2.5, 64),
+        moved(8, None, 16, TrialState.FAIL),
+    ]
+    assert racing.gain_of_a_window([*baselines, leg, *moves]) == pytest.approx(0.1 * 8 / 152)
+    running = moved(9, None, 8, TrialState.RUNNING)
+    breaking = moved(10, 1.0, 64, excess=0.01)  # of a guard
+    last = moved(11, 1.8, 64)
+    found = racing.gain_of_a_window([*baselines, leg, *moves, running, breaking, last])
+    assert found == pytest.approx(0.2 * 8 / 280)
+    assert Racing.gain_of_a_window(dataclasses.replace(racing, rule=careful()), [*baselines, leg, *moves]) == 0.0
+
+
+def test_a_greedy_race_is_against_the_best_of_all(folder: Path, result: SearchResult) -> None:
+    baselines = [trial_of(number, {"method": "ntk"}, 1.0 + number / 4) for number in range(4)]
+    worse = trial_of(4, {"method": "searched"}, 1.5)
+    racing = greedy_of([])
+    assert racing.mark([*baselines, worse]) is baselines[0]
+    assert dataclasses.replace(racing, rule=careful(1)).mark([*baselines, worse]) is worse
+    assert racing.mark([trial_of(0, {"method": "ntk"}, 1.0, excess=0.1)]) is None
 
 
 @pytest.mark.parametrize("draw", ["normal", "heavy"])
@@ -386,7 +505,7 @@ def test_legs_of_a_descent_are_scored_whole(tmp_path: Path) -> None:
     )
     trials = study_of(folder).get_trials()[4:]
     legs = [trial for trial in trials if PLAN in trial.user_attrs]
-    assert len(legs) > 1 and all(trial.state is TrialState.COMPLETE for trial in legs)
+    assert legs and all(trial.state is TrialState.COMPLETE for trial in legs)
     assert not any("mark" in trial.user_attrs for trial in legs)
     moves = [trial for trial in trials if PLAN not in trial.user_attrs]
     assert any(trial.state is TrialState.PRUNED for trial in moves)

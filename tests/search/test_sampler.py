@@ -33,7 +33,18 @@ from ropesearch.search.parameters import parameters, suggest
 from ropesearch.search.sampler import CandidateSampler
 from ropesearch.search.space import SEARCHED, Candidate, Space
 from ropesearch.search.spaces import make_space
-from ropesearch.search.trials import CANDIDATE, GUARD, METHOD, PLAN, REGIME, Step, candidate_json, regime_json, step_key
+from ropesearch.search.trials import (
+    CANDIDATE,
+    COST,
+    GUARD,
+    METHOD,
+    PLAN,
+    REGIME,
+    Step,
+    candidate_json,
+    regime_json,
+    step_key,
+)
 from tests.search.analytic import NUM_WINDOWS, TARGET_LENGTH, make_geometry
 
 RETAINED = [0, 1, 2, 4, 8, 12, 16, 20, 24, 28, 32, 64, 128, 256]
@@ -58,6 +69,7 @@ CONFIGS: dict[str, OptimizerConfig] = {
 each_sampler = pytest.mark.parametrize("name", CONFIGS)
 each_space = pytest.mark.parametrize("space_name", SPACES)
 NUM_TRIALS = 26  # besides the baselines
+SCORE_TOKENS, STEP_TOKENS = 16, 32
 NUM_BASELINES = 4
 
 
@@ -165,7 +177,14 @@ def proposed(
         step = step_of(asked.regime, asked.window, curve)
         attributes = {**attributes, step_key(asked.place): json.loads(json.dumps(step.to_json()))}
     running = trial_of(number, attributes, None, TrialState.RUNNING)
-    return {**attributes, **carrying(sampler.propose([*trials, running], number))}
+    candidate = sampler.propose([*trials, running], number)
+    num_steps = sum(key.startswith("step_") for key in attributes)
+    return {
+        **attributes,
+        **carrying(candidate),
+        REGIME: regime_json(sampler.space.regime(candidate)),
+        COST: SCORE_TOKENS + num_steps * STEP_TOKENS,
+    }
 
 
 def run(
@@ -244,10 +263,10 @@ def test_a_proposal_depends_on_study_seed_and_number_only(name: str, space_name:
         for left in begun:
             again = proposed(sampler_of(name, space_name), trials[:number], left)
             assert list(again.items()) == list(attributes.items()), number
-    assert (num_steps >= 3 * NUM_WINDOWS) is (name == "gradient")
+    assert (num_steps >= NUM_WINDOWS) is (name == "gradient")
     first = NUM_BASELINES + len(sampler_of(name, space_name).seeds)
-    other = run(sampler_of(name, space_name, seed=1), first + 6 - NUM_BASELINES)
-    assert [trial.user_attrs for trial in other[first:]] != [trial.user_attrs for trial in trials[first : first + 6]]
+    other = run(sampler_of(name, space_name, seed=1), first + 14 - NUM_BASELINES)
+    assert [trial.user_attrs for trial in other[first:]] != [trial.user_attrs for trial in trials[first : first + 14]]
 
 
 def test_another_process_proposes_the_same() -> None:
@@ -338,7 +357,7 @@ def test_it_is_an_optuna_sampler(name: str) -> None:
         suggest(sampler.space, trial)
         (candidate,) = candidates_of([expected])
         assert trial.params == parameters(sampler.space, candidate)
-        for key in (METHOD, CANDIDATE):
+        for key in (METHOD, CANDIDATE, REGIME, COST):
             trial.set_user_attr(key, expected.user_attrs[key])
         study.tell(trial, expected.value)
     assert {**study.user_attrs, **study._storage.get_study_system_attrs(study._study_id)} == {}
@@ -399,7 +418,7 @@ def best_of(name: str, space_name: str, num_trials: int) -> list[float]:
         ("blockwise", "longrope", 110),
         ("evolution", "longrope2", 100),
         ("gradient", "longrope", 20),
-        ("gradient", "longrope2", 32),
+        ("gradient", "longrope2", 60),
         ("blockwise", "longrope2", 60),
         ("blockwise", "piecewise", 110),
         pytest.param("evolution", "piecewise", 200, marks=pytest.mark.slow),
