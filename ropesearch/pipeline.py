@@ -164,6 +164,12 @@ def search(job: SearchJob) -> SearchOutcome:
         # Another search in this folder keeps its description.
         opened = open_study(run.path, fingerprints, sampler, objective.num_values, job.storage)
         stack.callback(opened.store.close)
+        num_held = len(opened.trials()) - len(baselines)
+        if job.budget.num_trials is not None and num_held > job.budget.num_trials:
+            display.say(
+                f"note: the run folder holds {num_held} candidates, more than the {job.budget.num_trials} of "
+                "budget.num_trials: all of them count"
+            )
         run.describe(plain(job))
         presence = stack.enter_context(working(run.path, job.worker.lease_seconds, str(job.model.device)))
         tracker.begin(opened, fingerprints, geometry, job.target_length, plain(job))

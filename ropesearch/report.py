@@ -104,8 +104,10 @@ class SearchOutcome:
             parts.append(_guard_text(result, excess))
         parts += _front_lines(result)
         if result.method != "searched":
-            beat = f"no candidate {_better_than(excess)} {result.method}"
-            parts.append(f"{beat} on the selection windows, so rope_config.json holds that")
+            beat = f"no candidate {_better_than(excess)} {result.method} on the selection windows"
+            if not result.course:
+                beat = "no candidate was scored to its end, the best baseline is what is left"
+            parts.append(f"{beat}, so rope_config.json holds that")
         parts += [f"note: {limit}" for limit in loader_limits(self.rope_config)]
         parts += [finding.message for finding in self.findings if not finding.ok]
         verify_command = shlex.join(["ropesearch", "verify", str(self.checkpoint_folder)])
@@ -378,8 +380,8 @@ def short_price_text(before: Evaluation, after: Evaluation) -> str:
 
 
 def above_text(row: Evaluation, won: Evaluation) -> str:
-    """By how many nats per token `row` lies above `won`, with a 95 % interval; a single document admits no interval."""
-    if len(row.window_nats) < 2:
+    """By how many nats per token `row` lies above `won`, with a 95 % interval where there are documents enough."""
+    if len(row.window_nats) < _LEAST_OF_INTERVAL:
         return _signed(row.nats / row.tokens - won.nats / won.tokens, ".4f")
     interval = paired_interval(row, won)
     difference, low, high = (_signed(each, ".4f") for each in (interval.difference, interval.low, interval.high))

@@ -142,7 +142,9 @@ def test_the_same_seed_gives_the_same_bytes(finished: Path, toy_folder: Path, co
     assert runs.trials_of(tmp_path / "again") == runs.trials_of(finished)
 
 
-def test_a_larger_budget_goes_on(toy_folder: Path, corpus: Path, tmp_path: Path) -> None:
+def test_a_larger_budget_goes_on_and_a_smaller_one_is_noted(
+    toy_folder: Path, corpus: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     run = tmp_path / "run"
     assert cli.main(runs.search_words(toy_folder, corpus, run, num_trials=5)) == 0
     first = runs.trials_of(run)
@@ -150,6 +152,12 @@ def test_a_larger_budget_goes_on(toy_folder: Path, corpus: Path, tmp_path: Path)
     assert runs.trials_of(run)[:9] == first
     assert RopeConfig.read(run).search["num_trials"] == 16
     assert RopeConfig.read(run) == RopeConfig.read(run / "checkpoint")
+    assert "note: the run folder" not in capsys.readouterr().err
+    assert cli.main(runs.search_words(toy_folder, corpus, run, num_trials=4)) == 0
+    assert (
+        "note: the run folder holds 12 candidates, more than the 4 of budget.num_trials: all of them count"
+        in capsys.readouterr().err
+    )
 
 
 def test_racing_changes_no_score_and_says_what_it_saved(

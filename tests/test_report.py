@@ -59,11 +59,11 @@ FINALISTS = [
 ]
 SCORES = {"unscaled": score(16.0), "yarn": score(1.5), "searched": score(1.0)}
 ROWS = [
-    row("unscaled", TARGET_LENGTH, 8.0, 8.5),
-    row("yarn", TARGET_LENGTH, 2.25, 2.0),
-    row("searched", TARGET_LENGTH, 1.5, 1.75),
-    row("unscaled", toys.ORIGINAL_LENGTH, 1.0, 1.0),
-    row("searched", toys.ORIGINAL_LENGTH, 1.0, 1.5),
+    row("unscaled", TARGET_LENGTH, 8.0, 8.5, 8.25),
+    row("yarn", TARGET_LENGTH, 2.25, 2.0, 2.125),
+    row("searched", TARGET_LENGTH, 1.5, 1.75, 1.625),
+    row("unscaled", toys.ORIGINAL_LENGTH, 1.0, 1.0, 1.0),
+    row("searched", toys.ORIGINAL_LENGTH, 1.0, 1.5, 1.25),
 ]
 OK = Finding(level=VerifyLevel.digest, ok=True, message="the weights are the bound ones")
 NOTE = Finding(level=VerifyLevel.table, ok=True, message="an older loader refuses it", is_note=True)
@@ -104,7 +104,7 @@ def table_of(text: str) -> dict[str, list[str]]:
 
 def test_the_table_of_a_search() -> None:
     text = outcome().to_text()
-    assert text.startswith(f"perplexity at {TARGET_LENGTH} tokens (2 held-out documents)\n")
+    assert text.startswith(f"perplexity at {TARGET_LENGTH} tokens (3 held-out documents)\n")
     interval = paired_interval(ROWS[1], ROWS[2])
     assert (interval.difference, interval.low, interval.high) == (0.5, 0.25, 0.75)
     assert table_of(text) == {
@@ -122,6 +122,17 @@ def test_the_table_of_a_search() -> None:
         "searched": ["searched", "2.718", f"{math.exp(1.25):.3f}", f"{math.exp(1.625):.3f}"],  # and no interval
     }
     assert "nats per token above searched (95 % interval)" in text.splitlines()[1]
+
+
+def test_two_documents_are_too_few_for_an_interval() -> None:
+    few = [row("yarn", TARGET_LENGTH, 2.25, 2.0), row("searched", TARGET_LENGTH, 1.5, 1.75)]
+    shown = table_of(outcome(rows=few + ROWS[3:]).to_text())
+    assert shown["yarn"] == ["yarn", "4.482", "4.482", f"{math.exp(2.125):.3f}", "+0.5000"]
+
+
+def test_a_search_without_a_scored_candidate_says_so() -> None:
+    text = outcome(method="yarn", trial_number=3, regime=YARN, course=[], finalists=FINALISTS[1:2]).to_text()
+    assert "no candidate was scored to its end, the best baseline is what is left, so rope_config.json" in text
 
 
 def test_what_racing_saved() -> None:
@@ -166,10 +177,10 @@ def test_an_unscaled_model_that_wins_has_no_price() -> None:
 def test_what_is_shown_as_zero_has_one_sign(difference: float) -> None:
     """The price on short inputs, and by how much a method lies above the winner."""
     rows = [
-        row("yarn", TARGET_LENGTH, 1.5 + difference, 1.75 + difference),
-        row("searched", TARGET_LENGTH, 1.5, 1.75),
-        row("unscaled", toys.ORIGINAL_LENGTH, 1.0, 1.0),
-        row("searched", toys.ORIGINAL_LENGTH, 1.0 + difference, 1.0 + difference),
+        row("yarn", TARGET_LENGTH, *(value + difference for value in (1.5, 1.75, 2.0))),
+        row("searched", TARGET_LENGTH, 1.5, 1.75, 2.0),
+        row("unscaled", toys.ORIGINAL_LENGTH, 1.0, 1.0, 1.0),
+        row("searched", toys.ORIGINAL_LENGTH, *(1.0 + difference for _ in range(3))),
     ]
     text = outcome(rows=rows).to_text()
     assert "2.718 now (+0.0%)" in text
@@ -347,10 +358,10 @@ def test_a_guard_without_a_scored_candidate() -> None:
 def test_text_of_an_evaluation() -> None:
     text = EvaluateOutcome(run_folder=Path("b"), rows=ROWS[3:], failures=["yarn at 64 tokens: out of memory"]).to_text()
     assert text.splitlines()[-3:] == ["not scored: yarn at 64 tokens: out of memory", "", "run  b  (evaluation.json)"]
-    assert "3.490" in text and "held_out, 2 documents" in text
+    assert "3.490" in text and "held_out, 3 documents" in text
     assert "of the last" not in text
     last = EvaluateOutcome(run_folder=Path("b"), rows=ROWS[3:], failures=[], last_tokens=32).to_text()
-    assert last.startswith("perplexity by length in tokens, of the last 32 of each window (held_out, 2 documents)\n")
+    assert last.startswith("perplexity by length in tokens, of the last 32 of each window (held_out, 3 documents)\n")
     nothing = EvaluateOutcome(run_folder=Path("b"), rows=[], failures=["a", "b"]).to_text()
     assert nothing.splitlines()[:3] == ["no method could be scored", "not scored: a", "not scored: b"]
 

@@ -40,7 +40,7 @@ def table_files(paths: Sequence[str]) -> list[Path]:
         try:
             path = Path(text).expanduser()
             if not path.is_file():
-                what = "a folder; name the file in it" if path.is_dir() else "no such file"
+                what = "a folder; name the file in it" if path.is_dir() else "no such file; give its path from here"
                 raise InputError(f"tables: {path}: expected a file with a table, got {what}")
             num_bytes = path.stat().st_size
         except (OSError, ValueError, RuntimeError) as error:

@@ -102,10 +102,13 @@ def _from_text(content: bytes, geometry: Geometry, target_length: int) -> Regime
         lines = [line.strip() for line in content.decode("utf-8-sig").splitlines()]
     except UnicodeError as error:
         raise InputError("expected JSON or numbers in UTF-8, got bytes that are no text") from error
-    rows = [[cell.strip() for cell in line.split(",")] for line in lines if line]
-    for cell in (cell for row in rows for cell in row):
+    numbered = [(number, [cell.strip() for cell in line.split(",")]) for number, line in enumerate(lines, 1) if line]
+    for number, cell in ((number, cell) for number, row in numbered for cell in row):
         if not _NUMBER.fullmatch(cell):
-            raise InputError(f"expected JSON or one factor a line, got {cell[:40]!a}")
+            raise InputError(
+                f"expected JSON or one factor a line, got {cell[:40]!a} in line {number}; correct that line"
+            )
+    rows = [row for _, row in numbered]
     if {len(row) for row in rows} == {1}:
         factors = [float(row[0]) for row in rows]
     else:

@@ -6,6 +6,7 @@ from typing import Any, ClassVar
 import numpy as np
 from optuna.trial import FrozenTrial, TrialState
 
+from ropesearch.errors import InputError
 from ropesearch.rope.regime import Regime
 from ropesearch.search.config import GradientConfig
 from ropesearch.search.descent import Descent
@@ -73,6 +74,11 @@ class GradientSampler(CandidateSampler):
         config.check()
         self.config = config
         self._start_names = {regime.name for regime in seeds}
+        if config.num_starts > max(1, len(self._start_names)):
+            raise InputError(
+                f"optimizer.num_starts: expected at most {len(self._start_names)}, the baselines that a descent can "
+                f"begin at ({', '.join(regime.name for regime in seeds)}), got {config.num_starts}"
+            )
         self._start_candidates = list(dict.fromkeys(space.repair(regime) for regime in seeds))
         self._num_windows = num_windows
         self._num_leg_steps = max(num_windows, _LEAST_STEPS)

@@ -82,7 +82,10 @@ class TestCsv:
             (lines(*FACTORS[:7], math.nan), "finite factors of at least 1, got nan at pair 7"),
             (lines(*FACTORS[:7]) + "1e999", "finite factors of at least 1, got inf at pair 7"),
             (lines(*FACTORS[:7]) + "-3", "got -3.0 at pair 7"),
-            ("factor\n" + lines(*FACTORS), "expected JSON or one factor a line, got 'factor'"),
+            (
+                "factor\n" + lines(*FACTORS),
+                "expected JSON or one factor a line, got 'factor' in line 1; correct that line",
+            ),
             ("1_0\n" + lines(*FACTORS[1:]), "got '1_0'"),
             ("1,2\n1,3\n", "expected one table for all layers, got rows that differ"),
             ("1,2\n3\n", "rows that differ"),

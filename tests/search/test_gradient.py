@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from optuna.trial import FrozenTrial, TrialState
 
-from ropesearch.errors import ScoringError
+from ropesearch.errors import InputError, ScoringError
 from ropesearch.rope.regime import Regime
 from ropesearch.search import gradient
 from ropesearch.search.config import BudgetConfig, GradientConfig
@@ -172,6 +172,12 @@ def test_moves_begin_at_the_best_of_all_be_it_a_baseline(
         moved: list[Candidate] = []
         sampler.propose([*known, trial_of(len(known), {}, None, TrialState.RUNNING)], len(known))
         assert set(moved) == {sampler.space.repair(recorded_regime(best, TARGET_LENGTH))}
+
+
+def test_more_descents_than_baselines_are_refused() -> None:
+    expected = r"optimizer.num_starts: expected at most 3, .* \(linear, ntk, yarn\), got 4"
+    with pytest.raises(InputError, match=expected):
+        make_sampler(optimizer=GradientConfig(num_starts=4))
 
 
 def test_each_step_is_kept_and_each_window_visited_in_a_leg(uninterrupted: tuple[SearchResult, Path]) -> None:
