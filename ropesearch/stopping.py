@@ -98,7 +98,8 @@ class Stopping:
         global _raised
         before = {}
         hook = sys.unraisablehook
-        if threading.current_thread() is threading.main_thread():
+        heeds = threading.current_thread() is threading.main_thread()
+        if heeds:
             for number in _SIGNALS:
                 # One that is ignored stays so (nohup), and USR2 is left to who heeds it already.
                 heeded = number is signal.SIGUSR2 and signal.getsignal(number) is not signal.SIG_DFL
@@ -109,7 +110,7 @@ class Stopping:
             yield
         finally:
             self._over = True
-            if not until_the_end:
+            if heeds and not until_the_end:
                 _raised = None
                 sys.unraisablehook = hook
                 for number, handler in before.items():

@@ -54,7 +54,7 @@ class GradientSampler(CandidateSampler):
     The first moves take a leg apart: stretch by stretch, the best gets what the descent has left there, or came to, as
     a leg gains by most pairs and loses by some. Those that follow move a block of pairs of the best (see
     operators.move). They try what gradients do not see: other retained tokens, the fast pairs, whose angles wrap, and
-    other minima of pairs that turn about once in a window. Raced, most moves cost a fifth of a score.
+    other minima of pairs that turn about once in a window. Raced, most moves cost a tenth of a score.
 
     Raises InputError when the configuration cannot be run.
     """

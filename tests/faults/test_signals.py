@@ -270,11 +270,12 @@ def test_an_error_that_a_library_makes_of_a_signal_is_the_signal(
 
 def test_handlers_are_put_back_and_other_threads_are_left_alone() -> None:
     before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
-    within = []
+    within, hooks = [], [sys.unraisablehook]
 
     def listen() -> None:
         with Stopping("again").listening(until_the_end=False):
             within.append({number: signal.getsignal(number) for number in before})
+            hooks.append(sys.unraisablehook)
 
     listen()
     thread = threading.Thread(target=listen)
@@ -282,6 +283,7 @@ def test_handlers_are_put_back_and_other_threads_are_left_alone() -> None:
     thread.join()
     assert set(within[0].values()).isdisjoint(before.values()) and within[1] == before
     assert {number: signal.getsignal(number) for number in before} == before
+    assert hooks[1] is not hooks[0] and hooks[2] is hooks[0] and sys.unraisablehook is hooks[0]
 
 
 @pytest.mark.slow
