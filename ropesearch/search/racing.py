@@ -149,14 +149,17 @@ class Racing:
         why it failed.
         """
         mark_score = Score.from_json(mark.user_attrs[SCORE])
+        mark_values = self.objective.window_values(mark_score)
         scores = recorded_windows(trial)
         while len(scores) < self.num_windows:
-            if scores and self._stops(Score.joined(scores), mark_score, gain_of_a_window):
-                values = self.objective.window_values(mark_score)[: len(scores)]
-                worse = self.objective.window_values(Score.joined(scores)) - values
-                estimate = self.objective.value(mark_score) + worse.mean()
-                cost_tokens = len(scores) * self.window_cost_tokens
-                return {COST: cost_tokens, ESTIMATE: float(estimate), STOPPED_AFTER: len(scores)}
+            if scores:
+                seen = Score.joined(scores)
+                differences = self.objective.window_values(seen) - mark_values[: len(scores)]
+                asked = gain_of_a_window * (self.num_windows - len(scores))
+                if self._stops(differences, seen, mark_score, asked):
+                    estimate = self.objective.value(mark_score) + differences.mean()
+                    cost_tokens = len(scores) * self.window_cost_tokens
+                    return {COST: cost_tokens, ESTIMATE: float(estimate), STOPPED_AFTER: len(scores)}
             started = time.perf_counter()
             try:
                 score = self.evaluate(regime, len(scores))
@@ -172,14 +175,13 @@ class Racing:
             scores.append(score)
         return {COST: len(scores) * self.window_cost_tokens, SCORE: Score.joined(scores).to_json()}
 
-    def _stops(self, seen: Score, mark: Score, gain_of_a_window: float) -> bool:
-        num_seen = len(seen.nats)
-        asked = gain_of_a_window * (self.num_windows - num_seen)
-        values, mark_values = self.objective.window_values(seen), self.objective.window_values(mark)
-        if num_seen == 1 and not self.objective.parts:
-            blocks = (_block_shares(score) for score in (seen, mark))
-            return self.rule.stops_at_first(np.subtract(*blocks) + asked, self.num_windows)
-        return self.rule.stops(values - mark_values[:num_seen] + asked, self.num_windows)
+    def _stops(self, differences: NDArray[np.float64], seen: Score, mark: Score, asked: float) -> bool:
+        """Whether a candidate is stopped that is worse than the mark by `differences` on the windows seen, where it has
+        to be better by `asked`; after one window by its blocks, where these make its value.
+        """
+        if len(differences) == 1 and not self.objective.parts:
+            return self.rule.stops_at_first(_block_shares(seen) - _block_shares(mark) + asked, self.num_windows)
+        return self.rule.stops(differences + asked, self.num_windows)
 
 
 def _block_shares(score: Score) -> NDArray[np.float64]:
