@@ -157,7 +157,8 @@ class Bench:
         if isinstance(config, GradientConfig):
             config.num_candidates = 100_000  # the budget ends it
         objective, scoring = Objective(), ScoringConfig()
-        sampler = make_sampler(space, config, run.seed, seed_regimes(baselines), len(baselines), windows.num_windows)
+        seeds = seed_regimes(baselines)
+        sampler = make_sampler(space, config, run.seed, seeds, len(baselines), windows.num_windows, objective)
         cost_tokens = forward_equivalent_tokens(windows)
         selection = SelectionConfig() if run.label == RACED else SelectionConfig(num_finalists=1)
         rule = race_rule(RacingConfig(), selection, sampler, objective, windows.num_windows)

@@ -62,7 +62,7 @@ def work(options: argparse.Namespace) -> None:
     windows = build_windows(corpus, loaded.tokenizer, target_length, 0, None)["search"]
     baselines = baseline_regimes(loaded.geometry, target_length)
     space = make_space(loaded.geometry, target_length, SpaceConfig())
-    sampler = make_sampler(space, RandomConfig(), 0, [], len(baselines), windows.num_windows)
+    sampler = make_sampler(space, RandomConfig(), 0, [], len(baselines), windows.num_windows, Objective())
     regimes = [*baselines]
     for number in range(len(baselines), len(baselines) + options.num_candidates):
         regimes.append(space.regime(sampler.propose([], number)))

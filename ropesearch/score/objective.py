@@ -81,30 +81,42 @@ class Objective:
             return self._text_value(score)
         needles = score.of_windows(with_answer=True)
         if needles is None:
-            raise InputError("objective: expected a score of windows with answers, which have a weight, got none")
+            raise _no_answers()
         if self.needle_weight == 1:
             return needles.nats_per_token
         parts = self.needle_weight * needles.nats_per_token, (1 - self.needle_weight) * self._text_value(_text(score))
         return math.fsum(parts)
 
     @property
-    def has_window_values(self) -> bool:
-        """Whether it is one value, and that a mean over windows that are alike: without a second objective, and without
+    def has_like_windows(self) -> bool:
+        """Whether it is one value, and a mean over windows that are alike: without a second objective, and without
         needles, whose windows are of two kinds.
         """
         return not self.needle_weight and self.num_values == 1
 
-    def window_values(self, score: Score) -> NDArray[np.float64]:
-        """The value of each window alone, float64 (num_windows,); `value` is their mean, as windows have equally many
-        scored tokens.
+    def window_values(self, score: Score, guard_weight: float = 0.0) -> NDArray[np.float64]:
+        """What each window adds, float64 (num_windows,): their mean is `value`, plus `guard_weight` times the nats per
+        token of the guarded tokens. They are the sums over a window that `token_weights` weighs.
 
-        Raises InputError where `has_window_values` is false.
+        Raises InputError for a score of windows without what counts.
         """
-        if not self.has_window_values:
-            raise InputError("objective: expected a single one without needles, whose windows are not alike")
-        rows = zip(score.nats, score.tokens, strict=True)
-        alone = [Score(nats[np.newaxis], tokens[np.newaxis], score.block_edges) for nats, tokens in rows]
-        return np.array([self.value(window) for window in alone])
+        num_windows = len(score.nats)
+        has_answer = [score.has_answer(index) for index in range(num_windows)]
+        if self.needle_weight and not any(has_answer):
+            raise _no_answers()
+        num_answer_tokens = int(score.window_tokens[has_answer].sum())
+        num_text = num_windows - sum(has_answer)
+        values = np.zeros(num_windows)
+        for index, window in enumerate(score.windows()):
+            if has_answer[index]:
+                values[index] = self.needle_weight * num_windows / num_answer_tokens * window.total_nats
+                continue
+            if self.needle_weight < 1:
+                values[index] = (1 - self.needle_weight) * self._text_value(window)
+            if self.guarded_tokens is not None and guard_weight:
+                values[index] += guard_weight * span_nats_per_token(window, 0, self.guarded_tokens)
+            values[index] *= num_windows / num_text
+        return values
 
     def _text_value(self, score: Score) -> float:
         if not self.parts:
@@ -208,6 +220,10 @@ def objective_of(config: ScoringConfig, target_length: int, original_length: int
         needle_weight=needle_weight,
         short_tokens=original_length if config.two_objectives else None,
     )
+
+
+def _no_answers() -> InputError:
+    return InputError("objective: expected a score of windows with answers, which have a weight, got none")
 
 
 def _text(score: Score) -> Score:

@@ -86,13 +86,19 @@ class Score:
 
     def of_windows(self, *, with_answer: bool) -> "Score | None":
         """The score of those windows that end in an answer, or of the others; None where there are none."""
-        rows = [index for index in range(len(self.nats)) if self._has_answer(index) is with_answer]
+        rows = [index for index in range(len(self.nats)) if self.has_answer(index) is with_answer]
         if not rows:
             return None
         answered = [self.answered[index] for index in rows] if with_answer else ()
         return Score(self.nats[rows], self.tokens[rows], self.block_edges, answered)
 
-    def _has_answer(self, index: int) -> bool:
+    def windows(self) -> "list[Score]":
+        """The score of each window alone."""
+        rows = [slice(index, index + 1) for index in range(len(self.nats))]
+        return [Score(self.nats[row], self.tokens[row], self.block_edges, self.answered[row]) for row in rows]
+
+    def has_answer(self, index: int) -> bool:
+        """Whether that window ends in an answer."""
         return bool(self.answered) and self.answered[index] is not None
 
     @classmethod

@@ -18,12 +18,10 @@ _ATTENTION_PART = 0.1
 # A first step turns the angle at the end of a window by no more than this, before the projection: beyond, a derivative
 # says nothing of the loss.
 _TURN_RADIANS = 3.0
-# What a visit of the same windows has gained, over what their derivatives had promised: a parabola gives 1 for small
-# steps and 1/2 at its minimum. Between the two bounds the steps are right.
-_TIMID, _BOLD = 0.7, 0.3
-_GROWTH, _SHRINKAGE = 1.5, 0.5
-# Iterates of this last part of the steps are averaged.
-_AVERAGED_PART = 1 / 3
+# So many steps are compared with those before, all by what they have gained over the start on their windows; as many
+# windows make the mean derivatives that a step of full length needs.
+NUM_COMPARED = 4
+_GROWTH, _SHRINKAGE = 1.25, 0.25
 
 
 class Descent:
@@ -32,32 +30,36 @@ class Descent:
     The windows are visited in an order drawn anew for every pass, and the last derivatives of each window are kept: a
     step follows their mean (stochastic average gradient; Le Roux, Schmidt and Bach 2012), which lags behind but is
     hardly noisier than a full gradient. Each coordinate is divided by the root mean square of its derivatives over the
-    windows, so a step is long where windows agree and short where they contradict each other. The length of steps needs
-    no setting: whenever half of the windows have been visited again, what they have gained is held against what their
-    derivatives had promised (a trust region's test; on the same windows, so that it does not matter which they are),
-    and the length grows or shrinks.
+    windows, so a step is long where windows agree and short where they contradict each other; and as one window agrees
+    with itself, the first steps are shorter.
+
+    The length of steps needs no setting. `start_values` are the objective's nats per token of each window at the start,
+    which is scored before a descent begins: so each step says what the point that it is made from has gained on its
+    window, free of how hard that window is. Where a few steps together have gained more than any before, the length
+    grows; where they have clearly gained less, the descent goes back to the best of them, with much shorter steps.
 
     After a step the logs are projected onto the space without its grid: in least squares, exactly.
     """
 
-    def __init__(self, space: Space, start: Regime, num_windows: int, seed: int, chain: int) -> None:
+    def __init__(self, space: Space, start: Regime, start_values: NDArray[np.float64], seed: int, chain: int) -> None:
         self._space = space
-        self._num_windows = num_windows
+        self._start_values = start_values
         self._seed, self._chain = seed, chain
         self._widest = space.geometry.inverse_frequencies() * space.target_length  # radians, without factors
         self._unit = np.array([1.0] * space.num_pairs + [_ATTENTION_PART if space.searches_attention else 0.0])
         self._length = self._first_length = _FIRST_PART * math.log(space.geometry.ratio(space.target_length))
         self._like = space.repair(start)
         self._point = self._projected(np.log([*start.factors, start.attention_factor]))
-        self._points: list[NDArray[np.float64]] = []
-        self._seen: dict[int, _Visit] = {}
-        self._promised = self._gained = 0.0
-        self._num_revisits = 0
+        self._num_steps = 0
+        self._gradients: dict[int, NDArray[np.float64]] = {}
+        self._compared: list[_Visit] = []
+        self._best = _Visit(self._point, 0.0)
+        self._is_first = True  # what is compared next
 
     @property
     def num_steps(self) -> int:
         """How many steps have been made."""
-        return len(self._points)
+        return self._num_steps
 
     @property
     def part_of_first_length(self) -> float:
@@ -67,8 +69,9 @@ class Descent:
     @property
     def window(self) -> int:
         """The window that the next step is made on."""
-        index, place = divmod(self.num_steps, self._num_windows)
-        order = stream(self._seed, f"descent/{self._chain}", index).permutation(self._num_windows)
+        num_windows = len(self._start_values)
+        index, place = divmod(self.num_steps, num_windows)
+        order = stream(self._seed, f"descent/{self._chain}", index).permutation(num_windows)
         return int(order[place])
 
     @property
@@ -77,43 +80,47 @@ class Descent:
         return self._regime(self._point)
 
     @property
-    def average(self) -> Regime:
-        """The mean of the last iterates, in logs; not on the grid. Before the first step, the start."""
-        num_averaged = math.ceil(_AVERAGED_PART * self.num_steps)
-        return self._regime(np.mean(self._points[-num_averaged:], axis=0) if num_averaged else self._point)
+    def best(self) -> Regime:
+        """The mean, in logs, of those compared steps' points that have gained most; not on the grid. The start, where
+        none have gained anything.
+        """
+        return self._regime(self._best.point)
 
     def advance(self, step: Step) -> None:
         """Go on by what was found on `window` at `regime`."""
         by_factors = self._space.pull_back(np.array(step.gradient[:-1]), self._like)
-        visit = _Visit(self._point, step.nats_per_token, np.append(by_factors, step.gradient[-1]))
-        before = self._seen.get(step.window)
-        self._seen[step.window] = visit
-        if before is not None:
-            self._compare(before, visit)
-        gradients = np.array([each.gradient for each in self._seen.values()])
+        self._gradients[step.window] = np.append(by_factors, step.gradient[-1])
+        self._compared.append(_Visit(self._point, step.nats_per_token - float(self._start_values[step.window])))
+        if len(self._compared) == NUM_COMPARED:
+            self._compare()
+        gradients = np.array(list(self._gradients.values()))
         spread = np.sqrt((gradients**2).mean(axis=0))
         direction = np.divide(gradients.mean(axis=0), spread, out=np.zeros_like(spread), where=spread > 0)
+        direction *= min(1.0, len(gradients) / NUM_COMPARED)
         longest = np.append(_TURN_RADIANS * np.exp(self._point[:-1]) / self._widest, np.inf) * self.part_of_first_length
         moved = self._point - np.clip(self._length * self._unit * direction, -longest, longest)
         self._point = self._projected(moved)
-        self._points.append(self._point)
+        self._num_steps += 1
 
-    def forget(self) -> None:
+    def forget(self, start_values: NDArray[np.float64]) -> None:
         """Go on from here with another objective: what was found on the windows says nothing of it."""
-        self._seen.clear()
-        self._promised = self._gained = 0.0
-        self._num_revisits = 0
+        self._start_values = start_values
+        self._gradients.clear()
+        self._compared.clear()
+        self._best = _Visit(self._point, math.inf)
+        self._is_first = True
 
-    def _compare(self, before: "_Visit", now: "_Visit") -> None:
-        self._promised += float(before.gradient @ (before.point - now.point))
-        self._gained += before.nats_per_token - now.nats_per_token
-        self._num_revisits += 1
-        if self._num_revisits < max(2, self._num_windows // 2):
-            return
-        kept = self._gained / self._promised if self._promised > 0 else 0.0
-        self._length *= _GROWTH if kept > _TIMID else _SHRINKAGE if kept < _BOLD else 1.0
-        self._promised = self._gained = 0.0
-        self._num_revisits = 0
+    def _compare(self) -> None:
+        excesses = np.array([visit.excess for visit in self._compared])
+        mean, error = float(excesses.mean()), float(excesses.std(ddof=1)) / math.sqrt(len(excesses))
+        if mean < self._best.excess:
+            self._length *= 1.0 if self._is_first else _GROWTH  # the first steps were shorter than that
+            self._best = _Visit(np.mean([visit.point for visit in self._compared], axis=0), mean)
+        elif mean > self._best.excess + error:
+            self._length *= _SHRINKAGE
+            self._point = self._projected(self._best.point)
+        self._is_first = False
+        self._compared.clear()
 
     def _projected(self, logs: NDArray[np.float64]) -> NDArray[np.float64]:
         attention = np.clip(logs[-1], *np.log(self._space.attention_grid[[0, -1]]))
@@ -132,8 +139,7 @@ class Descent:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Visit:
-    """What was found on a window, and where: logs of factors and attention factor, and the derivatives by them."""
+    """A point, as logs, and the nats per token there on a window, or the mean over some, above those at the start."""
 
     point: NDArray[np.float64]
-    nats_per_token: float
-    gradient: NDArray[np.float64]
+    excess: float

@@ -8,8 +8,9 @@ from optuna.trial import FrozenTrial, TrialState
 
 from ropesearch.errors import InputError
 from ropesearch.rope.regime import Regime
+from ropesearch.score.objective import Objective
 from ropesearch.search.config import GradientConfig
-from ropesearch.search.descent import Descent
+from ropesearch.search.descent import NUM_COMPARED, Descent
 from ropesearch.search.operators import NUM_STRETCHES, exchange, move
 from ropesearch.search.sampler import CandidateSampler, Past, StepAsked, known_candidates
 from ropesearch.search.space import Candidate, Space
@@ -24,6 +25,7 @@ from ropesearch.search.trials import (
     recorded_candidate,
     recorded_plan,
     recorded_regime,
+    recorded_score,
     recorded_steps,
     violation,
 )
@@ -69,6 +71,7 @@ class GradientSampler(CandidateSampler):
         seeds: Sequence[Regime],
         num_baselines: int,
         num_windows: int,
+        objective: Objective,
     ) -> None:
         super().__init__(space, seed, [], num_baselines)
         config.check()
@@ -80,8 +83,8 @@ class GradientSampler(CandidateSampler):
                 f"begin at ({', '.join(regime.name for regime in seeds)}), got {config.num_starts}"
             )
         self._start_candidates = list(dict.fromkeys(space.repair(regime) for regime in seeds))
-        self._num_windows = num_windows
-        self._num_leg_steps = max(num_windows, _LEAST_STEPS)
+        self.objective = objective
+        self._num_leg_steps = max(num_windows, _LEAST_STEPS) // NUM_COMPARED * NUM_COMPARED
 
     @property
     def num_candidates(self) -> int:
@@ -156,8 +159,8 @@ class GradientSampler(CandidateSampler):
         plan = recorded_plan(trials, number)
         if plan is None:
             return self._exchanged(trials, number) or super().propose(trials, number)
-        average = self._replayed(trials, plan, [*plan[_LEGS], number]).average
-        return self._new(self.space.repair(average), known_candidates(trials, number))
+        best = self._replayed(trials, plan, [*plan[_LEGS], number]).best
+        return self._new(self.space.repair(best), known_candidates(trials, number))
 
     def _exchanged(self, trials: Sequence[FrozenTrial], number: int) -> Candidate | None:
         """The best with a stretch of what the last leg has left or come to; None where all stretches were tried."""
@@ -194,12 +197,14 @@ class GradientSampler(CandidateSampler):
 
     def _replayed(self, trials: Sequence[FrozenTrial], plan: dict[str, Any], legs: Sequence[int]) -> Descent:
         start = recorded_regime(trials[plan[_START]], self.space.target_length)
-        descent = Descent(self.space, start, self._num_windows, self._seed, plan[_CHAIN])
+        score = recorded_score(trials[plan[_START]])
         guard_weight = 0.0
+        values = self.objective.window_values(score)
+        descent = Descent(self.space, start, values, self._seed, plan[_CHAIN])
         for leg in legs:
             before, guard_weight = guard_weight, trials[leg].user_attrs.get(PLAN, plan)[GUARD_WEIGHT]
             if guard_weight != before:
-                descent.forget()
+                descent.forget(self.objective.window_values(score, guard_weight))
             for step in recorded_steps(trials[leg]):
                 descent.advance(step)
         return descent

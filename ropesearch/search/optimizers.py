@@ -4,6 +4,7 @@ from collections.abc import Sequence
 
 from ropesearch.errors import InputError
 from ropesearch.rope.regime import Regime
+from ropesearch.score.objective import Objective
 from ropesearch.search.blockwise import BlockwiseSampler
 from ropesearch.search.cmaes import CMAESSampler
 from ropesearch.search.config import (
@@ -30,9 +31,10 @@ def make_sampler(
     seeds: Sequence[Regime],
     num_baselines: int,
     num_windows: int,
+    objective: Objective,
 ) -> CandidateSampler:
     """The sampler for a config; `seeds` are its first candidates, `num_baselines` the trials before them,
-    `num_windows` how many windows the search has.
+    `num_windows` how many windows the search has, and `objective` makes a value of their scores.
 
     Raises InputError when the configuration cannot be run.
     """
@@ -46,7 +48,7 @@ def make_sampler(
         case CMAESConfig():
             return CMAESSampler(space, config, seed, seeds, num_baselines)
         case GradientConfig():
-            return GradientSampler(space, config, seed, seeds, num_baselines, num_windows)
+            return GradientSampler(space, config, seed, seeds, num_baselines, num_windows, objective)
         case BlockwiseConfig():
             return BlockwiseSampler(space, config, seed, seeds, num_baselines)
     raise InputError(f"optimizer: expected the config of a known sampler, got {type(config).__name__}")

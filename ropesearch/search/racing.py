@@ -201,7 +201,7 @@ def race_rule(
     values of all candidates, for two objectives, which have a front and no last of the best, for needles, whose windows
     are not alike, and for too few windows to stop before the last.
     """
-    if config.mark is RacingMark.none or not sampler.may_stop or not objective.has_window_values:
+    if config.mark is RacingMark.none or not sampler.may_stop or not objective.has_like_windows:
         return None
     if sampler.is_greedy:
         rule = Rule(1, _GREEDY_LEAST_WINDOWS, _GREEDY_CHANCE, _GREEDY_FIRST_CHANCE)

@@ -60,7 +60,7 @@ def test_the_value_is_the_mean_of_the_windows_values(config: ScoringConfig) -> N
 
 def test_windows_of_two_kinds_have_no_values_of_their_own() -> None:
     objective = Objective(needle_weight=0.5)
-    assert Objective().has_window_values and not objective.has_window_values
+    assert Objective().has_window_values and not objective.has_like_windows
     with pytest.raises(InputError, match="not alike"):
         objective.window_values(SCORE)
 

@@ -63,7 +63,7 @@ def make_sampler(
 ) -> CandidateSampler:
     """A sampler with the paper's seeds."""
     made = make_space(make_geometry(), TARGET_LENGTH, SpaceConfig(**space))  # type: ignore[arg-type]
-    return sampler_of(made, optimizer, seed, SEEDS, num_baselines, NUM_WINDOWS)
+    return sampler_of(made, optimizer, seed, SEEDS, num_baselines, NUM_WINDOWS, Objective())
 
 
 def make_score(nats_per_token: float) -> Score:
