@@ -21,7 +21,7 @@ _TURN_RADIANS = 3.0
 # So many steps are compared with those before, all by what they have gained over the start on their windows; as many
 # windows make the mean derivatives that a step of full length needs.
 NUM_COMPARED = 4
-_GROWTH, _SHRINKAGE = 1.25, 0.25
+_GROWTH, _SHRINKAGE, _LEAST_PART = 1.25, 0.25, 1 / 64
 
 
 class Descent:
@@ -53,7 +53,7 @@ class Descent:
         self._num_steps = 0
         self._gradients: dict[int, NDArray[np.float64]] = {}
         self._compared: list[_Visit] = []
-        self._best = _Visit(self._point, 0.0)
+        self._begun = self._best = _Visit(self._point, 0.0)
         self._is_first = True  # what is compared next
 
     @property
@@ -103,11 +103,13 @@ class Descent:
         self._num_steps += 1
 
     def forget(self, start_values: NDArray[np.float64]) -> None:
-        """Go on from here with another objective: what was found on the windows says nothing of it."""
+        """Go on from here with another objective, which has these values at the start: what was found on the windows
+        says nothing of it.
+        """
         self._start_values = start_values
         self._gradients.clear()
         self._compared.clear()
-        self._best = _Visit(self._point, math.inf)
+        self._best = self._begun
         self._is_first = True
 
     def _compare(self) -> None:
@@ -117,7 +119,7 @@ class Descent:
             self._length *= 1.0 if self._is_first else _GROWTH  # the first steps were shorter than that
             self._best = _Visit(np.mean([visit.point for visit in self._compared], axis=0), mean)
         elif mean > self._best.excess + error:
-            self._length *= _SHRINKAGE
+            self._length = max(_SHRINKAGE * self._length, _LEAST_PART * self._first_length)
             self._point = self._projected(self._best.point)
         self._is_first = False
         self._compared.clear()

@@ -9,6 +9,7 @@ from optuna.trial import FrozenTrial, TrialState
 from ropesearch.errors import InputError
 from ropesearch.rope.regime import Regime
 from ropesearch.score.objective import Objective
+from ropesearch.score.score import Score
 from ropesearch.search.config import GradientConfig
 from ropesearch.search.descent import NUM_COMPARED, Descent
 from ropesearch.search.operators import NUM_STRETCHES, exchange, move
@@ -20,19 +21,18 @@ from ropesearch.search.trials import (
     METHOD,
     NUM_STEPS,
     PLAN,
+    SCORE,
     rank,
     ranked,
     recorded_candidate,
     recorded_plan,
     recorded_regime,
-    recorded_score,
     recorded_steps,
     violation,
 )
 
 _LEAST_STEPS = 8  # of a leg
-# A descent that breaks its guard ends with the leg in which its steps have become this much shorter than the first.
-_LEAST_PART = 0.5
+_MOST_LEGS = 6  # of a descent that breaks its guard
 _SLOW_PART = 0.25  # moves that gain no more than this part of what a leg gained are slow
 _NUM_TRIES = 8  # draws of a move, at most, until one is new
 _CHAIN, _START, _LEGS = "chain", "start", "legs"
@@ -42,14 +42,14 @@ class GradientSampler(CandidateSampler):
     """Projected stochastic gradient on the logs of factors and attention factor (see descent.py), then moves.
 
     The seeds are not scored again: descents begin at the best scored of the seed regimes among the baselines. A trial
-    is a leg of a descent: as many gradient steps as there are windows (eight at least), each on one of them, then the
-    mean of the last iterates, on the grid, as the candidate. So only full windows make a score, and a step's
+    is a leg of a descent: as many gradient steps as there are windows (eight at least, in fours), each on one of them,
+    then what has gained most on the way, on the grid, as the candidate. So only full windows make a score, and a step's
     derivatives are kept in its trial: the descent is replayed from the study for every proposal, and goes on wherever
     it was stopped.
 
     One leg is what a descent is worth: moves gain more for the cost of a second. Only where the objective has a guard,
     and the leg has broken it, another follows, which takes the guard's short tokens into what it descends by, with a
-    weight that doubles while it is broken, until the steps had to be shortened. `num_starts` descents begin at the best
+    weight that doubles while it is broken, up to five times. `num_starts` descents begin at the best
     starts. With several workers, one that finds all descents at work begins the next at once. A further one begins at
     the best of all, where none has begun yet, when the moves gain little beside what the last leg gained.
 
@@ -116,7 +116,7 @@ class GradientSampler(CandidateSampler):
             return None  # of several workers, those that are there before the best baseline is known make moves
         chains = _chains(trials[:number])
         for legs in chains.values():
-            if self._goes_on(trials, legs):
+            if _goes_on(legs):
                 numbers = [leg.number for leg in legs]
                 return {**legs[0].user_attrs[PLAN], _LEGS: numbers, GUARD_WEIGHT: _guard_weight(legs)}
         starts = [trial.number for trial in self._starts(trials)]
@@ -134,15 +134,6 @@ class GradientSampler(CandidateSampler):
         """The scored seed regimes, best first."""
         return [trial for trial in ranked(trials) if trial.user_attrs[METHOD] in self._start_names]
 
-    def _goes_on(self, trials: Sequence[FrozenTrial], legs: Sequence[FrozenTrial]) -> bool:
-        """Whether a descent has another leg: none is at work or has failed, the last one broke the guard, and the steps
-        are not short yet.
-        """
-        if not all(leg.state is TrialState.COMPLETE for leg in legs) or violation(legs[-1]) == 0:
-            return False
-        descent = self._replayed(trials, legs[0].user_attrs[PLAN], [leg.number for leg in legs])
-        return descent.part_of_first_length > _LEAST_PART
-
     def next_step(self, trials: Sequence[FrozenTrial], number: int) -> StepAsked | None:
         """The next step of trial `number`'s leg."""
         plan = recorded_plan(trials, number) or self.plan(trials, number)
@@ -155,7 +146,7 @@ class GradientSampler(CandidateSampler):
         return StepAsked(len(steps), descent.regime, descent.window, plan[GUARD_WEIGHT])
 
     def propose(self, trials: Sequence[FrozenTrial], number: int) -> Candidate:
-        """As all samplers; the candidate of a leg is the mean of its descent's last iterates."""
+        """As all samplers; the candidate of a leg is the best that its descent has come to."""
         plan = recorded_plan(trials, number)
         if plan is None:
             return self._exchanged(trials, number) or super().propose(trials, number)
@@ -197,7 +188,7 @@ class GradientSampler(CandidateSampler):
 
     def _replayed(self, trials: Sequence[FrozenTrial], plan: dict[str, Any], legs: Sequence[int]) -> Descent:
         start = recorded_regime(trials[plan[_START]], self.space.target_length)
-        score = recorded_score(trials[plan[_START]])
+        score = Score.from_json(trials[plan[_START]].user_attrs[SCORE])
         guard_weight = 0.0
         values = self.objective.window_values(score)
         descent = Descent(self.space, start, values, self._seed, plan[_CHAIN])
@@ -208,6 +199,14 @@ class GradientSampler(CandidateSampler):
             for step in recorded_steps(trials[leg]):
                 descent.advance(step)
         return descent
+
+
+def _goes_on(legs: Sequence[FrozenTrial]) -> bool:
+    """Whether a descent has another leg: none is at work or has failed, and the last one broke the guard, as not
+    too many have done before it.
+    """
+    are_done = all(leg.state is TrialState.COMPLETE for leg in legs)
+    return are_done and violation(legs[-1]) > 0 and len(legs) < _MOST_LEGS
 
 
 def _guard_weight(legs: Sequence[FrozenTrial]) -> float:

@@ -58,11 +58,12 @@ def test_the_value_is_the_mean_of_the_windows_values(config: ScoringConfig) -> N
     assert values[0] != values[1]
 
 
-def test_windows_of_two_kinds_have_no_values_of_their_own() -> None:
-    objective = Objective(needle_weight=0.5)
-    assert Objective().has_window_values and not objective.has_like_windows
-    with pytest.raises(InputError, match="not alike"):
-        objective.window_values(SCORE)
+def test_windows_are_alike_without_needles_and_without_a_second_objective() -> None:
+    assert Objective().has_like_windows and objective_of(ScoringConfig(lengths=[4, 16]), 16, 8).has_like_windows
+    assert not Objective(needle_weight=0.5).has_like_windows
+    assert not Objective(short_tokens=4).has_like_windows
+    with pytest.raises(InputError, match="windows with answers, which have a weight, got none"):
+        Objective(needle_weight=0.5).window_values(SCORE)
 
 
 def test_the_last_tokens_of_each_length() -> None:
@@ -270,3 +271,5 @@ def test_weighted_tokens_have_the_objective_for_their_mean(data: st.DataObject, 
         assert text is not None
         expected += guard_weight * span_nats_per_token(text, 0, objective.guarded_tokens)
     assert weighted == pytest.approx(expected, rel=1e-12)
+    each = [each @ row for each, row in zip(weights, nats, strict=True)]
+    assert objective.window_values(score, guard_weight) == pytest.approx(each, rel=1e-12)
