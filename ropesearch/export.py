@@ -52,6 +52,8 @@ def export(job: ExportJob) -> "ExportOutcome":
     folder, destination = find_folder(Path(job.path)), Path(os.path.expanduser(job.to))
     check_entries(folder)
     _expect_new(destination)
+    if destination.resolve().is_relative_to(folder.resolve()):
+        raise InputError(f"to: expected a folder outside of {folder}, which is read, got {destination}; give another")
     rope_config = RopeConfig.read(folder)
     rows: list[Evaluation] = []
     if job.single_table:

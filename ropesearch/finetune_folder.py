@@ -10,7 +10,7 @@ from typing import Any
 from ropesearch.artifact.digest import weight_files
 from ropesearch.artifact.strict_json import read_json_object
 from ropesearch.errors import InputError
-from ropesearch.run_folder import CONFIG, LAUNCHER_FOLDER, RunFolder
+from ropesearch.run_folder import CONFIG, LAUNCHER_FOLDER, RunFolder, by_key
 from ropesearch.search.ownership import claimed
 from ropesearch.train.config import TrainingConfig
 from ropesearch.train.loop import STATES
@@ -54,28 +54,12 @@ def expect_same(run: RunFolder, asked: Mapping[str, Any], corpus_path: str) -> N
     path = run.path / ASKED
     if not path.is_file():
         return
-    there, here = _by_key(read_json_object(path)), _by_key(asked)
+    there, here = by_key(read_json_object(path)), by_key(asked)
     if there.get("corpus.path") != here["corpus.path"]:  # digests
         described = read_json_object(run.path / CONFIG) if (run.path / CONFIG).is_file() else {}
-        there["corpus.path"] = _by_key(described).get("corpus.path", "another")
+        there["corpus.path"] = by_key(described).get("corpus.path", "another")
         here["corpus.path"] = corpus_path
-    differing = [key for key in dict.fromkeys((*there, *here)) if there.get(key) != here.get(key)]
-    if differing:
-        raise InputError(
-            f"run: expected the fine-tuning that {run.path} was begun with, got another; give another run folder, or "
-            "the same again:\n"
-            + "\n".join(f"  {key}: {there.get(key)} there, {here.get(key)} asked" for key in differing)
-        )
-
-
-def _by_key(value: Any, prefix: str = "") -> dict[str, Any]:
-    """The values of nested objects by their dotted keys."""
-    if not isinstance(value, Mapping):
-        return {prefix: value}
-    found: dict[str, Any] = {}
-    for key, inner in value.items():
-        found |= _by_key(inner, f"{prefix}.{key}" if prefix else key)
-    return found
+    run.expect_same(there, here)
 
 
 def expect_room_for_all(run: RunFolder, loss: RowLoss, source: Path, training: TrainingConfig) -> None:

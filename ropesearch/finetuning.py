@@ -105,7 +105,7 @@ def finetune(job: FinetuneJob) -> FinetuneOutcome:
         origin = Origin.read(source, lambda folder: read_bound(folder).checkpoint)
         asked = _asked(job, origin)
         expect_same(run, asked, job.corpus.path)
-        if (finished := _finished(run)) is not None:
+        if (finished := _finished(run, processes)) is not None:
             _tidied(run, processes)
             tracker.begin(asked, origin.binding.digest, plain(job))
             tracker.result(finished.rope_config)
@@ -194,7 +194,11 @@ def finetune(job: FinetuneJob) -> FinetuneOutcome:
         ]
         record = {
             "asked": asked,
-            "base": {"digest": origin.binding.digest, "search_seed": base.search.get("seed")},
+            "base": {
+                "digest": origin.binding.digest,
+                "search_seed": base.search.get("seed"),
+                "num_regimes": len(base.regimes),
+            },
             "mixture": {**tokens.to_json(), "usage": [each.to_json() for each in usage]},
             "num_processes": processes.num_processes,
             "num_training_tokens": num_tokens,
@@ -229,11 +233,18 @@ def _asked(job: FinetuneJob, origin: Origin) -> dict[str, Any]:
     }
 
 
-def _finished(run: RunFolder) -> FinetuneOutcome | None:
-    """The result of a run that has come to its end, or None."""
-    if not (run.path / FILE_NAME).is_file():
-        return None
-    return _outcome(run, RopeConfig.read(run.path))
+def _finished(run: RunFolder, processes: Processes) -> FinetuneOutcome | None:
+    """The result of a run that has come to its end, or None. A checkpoint folder is whole once it is there; where one
+    of the two copies of rope_config.json is gone, it is written again from the other.
+    """
+    of_run, checkpoint = run.path / FILE_NAME, run.path / "checkpoint"
+    of_checkpoint = checkpoint / FILE_NAME
+    if processes.is_first:
+        for there, missing in ((of_checkpoint, of_run), (of_run, of_checkpoint)):
+            if there.is_file() and not missing.exists() and checkpoint.is_dir():
+                RopeConfig.read(there).write(missing)
+    processes.wait_for_all()
+    return _outcome(run, RopeConfig.read(run.path)) if of_run.is_file() else None
 
 
 def _tidied(run: RunFolder, processes: Processes) -> None:

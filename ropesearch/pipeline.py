@@ -15,6 +15,7 @@ from ropesearch.artifact.folder import write_checkpoint_folder
 from ropesearch.artifact.load import find_folder, load_unscaled, own_table, read_bound
 from ropesearch.artifact.origin import Origin, checkpoint_states
 from ropesearch.artifact.schema import FILE_NAME, RopeConfig
+from ropesearch.artifact.strict_json import read_json_object
 from ropesearch.artifact.tables import read_tables
 from ropesearch.artifact.verify import Finding, check_expressible
 from ropesearch.artifact.verify import verify as verify_folder
@@ -38,7 +39,7 @@ from ropesearch.model.load import (
 from ropesearch.model.own import UNSCALED, UNSCALED_LONG
 from ropesearch.report import EvaluateOutcome, SearchOutcome, VerifyOutcome
 from ropesearch.rope.regime import Regime
-from ropesearch.run_folder import RunFolder, versions
+from ropesearch.run_folder import CONFIG, RunFolder, by_key, versions
 from ropesearch.score.config import ScoringConfig
 from ropesearch.score.gradient import GRADIENT_COST
 from ropesearch.score.objective import objective_of
@@ -68,6 +69,8 @@ from ropesearch.search.worker import SearchEvent
 from ropesearch.track.plots import plot_course, plot_factors, plot_front
 from ropesearch.track.progress import ProgressDisplay
 from ropesearch.tracking import SearchTracker
+
+_EVALUATION = "evaluation.json"
 
 _log = logging.getLogger(__name__)
 
@@ -302,14 +305,21 @@ def evaluate(job: EvaluateJob) -> EvaluateOutcome:
     lengths = job.lengths or job.objective.lengths or _doublings(geometry.original_length, target_length)
     for length in lengths:
         if not 2 <= length <= target_length:
-            raise InputError(f"lengths: expected from 2 to target_length = {target_length} tokens, got {length}")
+            raise InputError(
+                f"lengths: expected from 2 to target_length = {target_length} tokens, got {length}; a longer table "
+                "takes a search of its own"
+            )
         job.objective.check(length)
     model_config = ModelConfig(path=str(folder), device=job.device)
     tokenizer = load_tokenizer(model_config)
     windows = build_windows(job.corpus, tokenizer, max(lengths), job.seed, cache_folder(job.cache))["held_out"]
 
     asked = {**plain(job), "path": str(folder.resolve())}
-    run = RunFolder.of("evaluate", job.run, asked, without=("run", "cache", "lengths"))
+    run = RunFolder.of("evaluate", job.run, asked, without=("run", "cache"))
+    if (run.path / _EVALUATION).is_file():
+        begun = read_json_object(run.path / CONFIG)
+        keys = [key for key in asked if key not in ("run", "cache")]
+        run.expect_same(*(by_key({key: of.get(key) for key in keys}) for of in (begun, asked)))
     with run.logged(), ProgressDisplay() as display:
         origin = Origin.read(folder, lambda folder: read_bound(folder).checkpoint)
         depends_on = {**origin.identity, "own_table": own.to_json()}
@@ -322,7 +332,7 @@ def evaluate(job: EvaluateJob) -> EvaluateOutcome:
         )
         if run.is_new:
             scorer.prove([windows])
-        run.describe(plain(job))
+        run.describe(asked)
         regimes = comparison_regimes(geometry, target_length, rope_config.regimes, own.regime_at)
         failures: list[str] = []
         rows = perplexity_rows(scorer, windows, regimes, lengths, job.objective, display, failures)
@@ -333,7 +343,7 @@ def evaluate(job: EvaluateJob) -> EvaluateOutcome:
             last_tokens=job.objective.last_tokens,
             regimes=rope_config.regimes,
         )
-        write_json(run.path / "evaluation.json", outcome.to_json())
+        write_json(run.path / _EVALUATION, outcome.to_json())
         return outcome
 
 

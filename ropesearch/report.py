@@ -187,10 +187,12 @@ class FinetuneOutcome:
         short, long = self.rope_config.regimes
         if short.is_same_table(long):
             return []
-        return [
-            f"before: the base's weights under the same two tables; the base's own folder serves up to "
-            f"{short.max_length:,} tokens with the {long.name} one too"
-        ]
+        before = "before: the base's weights under the same two tables"
+        training = self.rope_config.training or {}
+        if training.get("base", {}).get("num_regimes", 1) > 1:
+            return [before]
+        served = f"serves up to {short.max_length:,} tokens with the {long.name} one too"
+        return [f"{before}; the base's own folder {served}"]
 
 
 @dataclass(frozen=True, slots=True)

@@ -32,6 +32,8 @@ _LIBRARIES = (
 # The job of a run and its resolved configuration.
 CONFIG = "config.json"
 
+_NOUNS = {"finetune": "fine-tuning", "evaluate": "evaluation"}
+
 # In a run folder, what a launcher writes that has submitted its workers to a scheduler.
 LAUNCHER_FOLDER = "slurm"
 
@@ -83,6 +85,18 @@ class RunFolder:
         write_json(self.path / CONFIG, {"job": self.job_name, **config})
         write_json(self.path / "versions.json", versions())
 
+    def expect_same(self, there: Mapping[str, Any], here: Mapping[str, Any]) -> None:
+        """Raise InputError where what the folder was begun with, by dotted keys (see `by_key`), is not what is asked
+        here.
+        """
+        differing = [key for key in dict.fromkeys((*there, *here)) if there.get(key) != here.get(key)]
+        if differing:
+            raise InputError(
+                f"run: expected the {_NOUNS[self.job_name]} that {self.path} was begun with, got another; give another "
+                "run folder, or the same again:\n"
+                + "\n".join(f"  {key}: {there.get(key)} there, {here.get(key)} asked" for key in differing)
+            )
+
     @contextlib.contextmanager
     def logged(self) -> Iterator[None]:
         """Within this block the program's log goes to log.txt of the folder.
@@ -117,6 +131,16 @@ class RunFolder:
                 with contextlib.suppress(OSError):  # another worker has just begun here; runs/ holds other runs
                     self.path.rmdir()
                     self.path.parent.rmdir()
+
+
+def by_key(value: Any, prefix: str = "") -> dict[str, Any]:
+    """The values of nested objects by their dotted keys."""
+    if not isinstance(value, Mapping):
+        return {prefix: value}
+    found: dict[str, Any] = {}
+    for key, inner in value.items():
+        found |= by_key(inner, f"{prefix}.{key}" if prefix else key)
+    return found
 
 
 def job_of(folder: Path) -> str | None:

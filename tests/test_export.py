@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM
 
 from ropesearch import cli
 from ropesearch.artifact.limits import loader_limits
+from ropesearch.artifact.load import find_folder
 from ropesearch.artifact.schema import RopeConfig
 from ropesearch.data.config import CorpusConfig
 from ropesearch.data.windows import Windows, build_windows
@@ -167,6 +168,14 @@ def test_what_cannot_be_exported_is_refused(
     assert cli.main(given) == code
     assert message in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
+
+
+def test_nothing_is_written_into_the_folder_that_is_read(place: Path, capsys: Captured) -> None:
+    before = content_of(place)
+    for inside in (find_folder(place / "two") / "x", find_folder(place / "two") / "x" / "y"):
+        assert cli.main(words(place, "two", inside)) == 2
+        assert "to: expected a folder outside of" in capsys.readouterr().err
+    assert content_of(place) == before
 
 
 @pytest.mark.parametrize("kind", ["full", "file", "link"])

@@ -136,6 +136,25 @@ def test_the_new_folder_is_bound_to_new_weights_and_names_the_old_ones(searched:
     assert cli.main(["verify", str(finished)]) == 0
 
 
+def test_a_lost_copy_of_rope_config_is_written_again_from_the_other(
+    searched: Path, finished: Path, texts: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Nothing is trained again; `verify` says which file goes where."""
+    run = shutil.copytree(finished, tmp_path / "run")
+    copies = [run / "rope_config.json", run / "checkpoint" / "rope_config.json"]
+    whole = copies[0].read_bytes()
+    for missing in copies:
+        missing.unlink()
+        if missing is copies[1]:
+            assert cli.main(["verify", str(run)]) == 2
+            expected = f"{run / 'checkpoint'}: expected rope_config.json, got none; copy {copies[0]} there"
+            assert expected in capsys.readouterr().err
+        before = (run / "metrics.jsonl").read_bytes()
+        assert cli.main(words(searched, texts, run)) == 0
+        assert missing.read_bytes() == whole and "as its rope_config.json says" in capsys.readouterr().out
+        assert (run / "metrics.jsonl").read_bytes() == before
+
+
 def test_the_rows_are_what_the_folders_give(searched: Path, finished: Path, texts: Path) -> None:
     """Before: the searched folder's weights, under the plain table and under the searched one. After: the folder that
     was written, loaded for that length."""

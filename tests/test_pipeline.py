@@ -213,6 +213,12 @@ def test_evaluate_and_verify_a_run(
     for row in rows:
         if (row["method"], row["length"]) in recorded:
             assert row["nats"] == pytest.approx(recorded[row["method"], row["length"]], rel=1e-9)
+    written = (tmp_path / "evaluation" / "evaluation.json").read_bytes()
+    assert cli.main(["evaluate", str(finished), *words, "lengths=[128]"]) == 2
+    error = capsys.readouterr().err
+    assert "expected the evaluation that" in error and "lengths: [] there, [128] asked" in error
+    assert cli.main(["evaluate", str(finished), *words]) == 0 and capsys.readouterr()
+    assert (tmp_path / "evaluation" / "evaluation.json").read_bytes() == written
     last = ["objective.last_tokens=16", "lengths=[64]", f"run={tmp_path / 'last'}", *words[:1], *words[2:]]
     assert cli.main(["evaluate", str(finished), *last]) == 0
     assert capsys.readouterr().out.startswith("perplexity by length in tokens, of the last 16 of each window (held_out")

@@ -412,6 +412,9 @@ def test_the_table_of_a_fine_tuning() -> None:
         "before: the base's weights under the same two tables; the base's own folder serves up to 64 tokens with the "
         "long one too"
     )
+    again = dataclasses.replace(outcome.rope_config, training={"base": {"num_regimes": 2}, **FINE_TUNED["training"]})
+    text = dataclasses.replace(outcome, rope_config=again).to_text()
+    assert "before: the base's weights under the same two tables\n" in text
     assert "note: worse than before at 64 tokens" in outcome.to_text()
     assert "note: worse than before at 256 tokens" not in outcome.to_text()
 

@@ -220,7 +220,7 @@ def read_header(path: Path) -> list[TensorEntry]:
     if position != num_bytes:
         raise InputError(
             f"{path}: expected {position} bytes for the tensors in its header, got {num_bytes}; the file is truncated "
-            "or has something appended"
+            "or has something appended: restore it"
         )
     return entries
 

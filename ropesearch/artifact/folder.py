@@ -82,7 +82,7 @@ def write_checkpoint_folder(
         if difference is None:
             return left_behind
         raise InputError(
-            f"{destination}: expected nothing, or the same content, got other: {difference}; remove it first"
+            f"{destination}: expected nothing, or the same content, got other: {difference}; remove {destination} first"
         )
 
     try:
@@ -107,8 +107,8 @@ def check_binding(rope_config: RopeConfig, found: Checkpoint, folder: Path) -> N
     ):
         if expected != got:
             raise BindingError(
-                f"{folder}: expected {what} with the digest {expected}, as rope_config.json says, got {got}; the "
-                "factors were found for another checkpoint: use that one, or search again for this one"
+                f"{folder}: expected {what} with the digest {expected}, as rope_config.json says, got {got}; restore "
+                "what has changed, or, if this is another checkpoint, search for it"
             )
 
 

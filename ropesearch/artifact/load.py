@@ -88,7 +88,8 @@ def read_bound(folder: Path) -> RopeConfig:
 
 def find_folder(path: Path) -> Path:
     """The written checkpoint folder that `path` is, or that the run folder `path` holds; InputError for others."""
-    for folder in (path / "checkpoint", path):
+    folders = [path / "checkpoint", path] if job_of(path) is None else [path / "checkpoint"]
+    for folder in folders:
         if (folder / schema.FILE_NAME).is_file():
             if not (folder / "config.json").is_file():
                 raise InputError(f"{folder}: expected config.json beside {schema.FILE_NAME}, got none; restore it")
@@ -97,6 +98,10 @@ def find_folder(path: Path) -> Path:
     job = job_of(path)
     if job in ("search", "finetune"):
         kind = "search" if job == "search" else "fine-tuning"
+        if (path / schema.FILE_NAME).is_file() and (path / "checkpoint").is_dir():
+            raise InputError(
+                f"{path / 'checkpoint'}: expected {schema.FILE_NAME}, got none; copy {path / schema.FILE_NAME} there"
+            )
         raise InputError(
             f"{path}: expected {expected}, got that of a {kind} that is not finished; the same `ropesearch {job}` "
             "command as before goes on with it"

@@ -6,6 +6,7 @@ import itertools
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from numbers import Integral
 from pathlib import Path
 from typing import Any
 
@@ -135,7 +136,7 @@ class RopeConfig:
 
         Raises InputError for a length below 1 or above target_length.
         """
-        if isinstance(length_tokens, bool) or not isinstance(length_tokens, int):
+        if isinstance(length_tokens, bool) or not isinstance(length_tokens, Integral):
             raise InputError(f"length_tokens: expected a whole number of tokens, got {length_tokens!r}")
         if length_tokens < 1:
             raise InputError(f"length_tokens: expected at least 1 token, got {length_tokens}")

@@ -103,7 +103,7 @@ def read_json(path: Path) -> dict[str, Any]:
     except FileNotFoundError as error:
         raise InputError(f"{path.parent}: expected a checkpoint with {path.name}, got none") from error
     except (OSError, ValueError) as error:
-        raise InputError(f"{path}: expected JSON, got something else ({_first_line(error)})") from error
+        raise InputError(f"{path}: expected JSON, got something else ({_first_line(error)}); restore it") from error
     if not isinstance(value, dict):
         raise InputError(f"{path}: expected a JSON object, got {type(value).__name__}")
     return value

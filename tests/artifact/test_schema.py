@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import jsonschema
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -99,7 +100,7 @@ def test_the_record_of_a_training_is_a_key_of_its_own_where_there_was_one() -> N
 def test_the_regime_of_a_sequence_is_the_first_that_serves_its_final_length() -> None:
     config = examples.rope_config(regimes=examples.TWO)
     for length, name in ((1, "short"), (64, "short"), (65, "long"), (256, "long")):
-        assert config.regime_for(length).name == name
+        assert config.regime_for(length).name == config.regime_for(np.int64(length)).name == name
     with pytest.raises(InputError, match="expected at most target_length = 256 tokens, got 257; give less text"):
         config.regime_for(257)
     with pytest.raises(InputError, match="length_tokens: expected at least 1 token, got 0"):
