@@ -204,9 +204,9 @@ class ExportJob(JobConfig):
 
 @dataclasses.dataclass(kw_only=True)
 class StatusJob(JobConfig):
-    """Look at a search from any machine that sees its run folder: trials, best score, workers, time left."""
+    """Look at a search or fine-tuning from any machine that sees its run folder: how far it is, and how good."""
 
-    path: str = setting("", "run folder of the search")
+    path: str = setting("", "run folder of a search or fine-tuning")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -1,18 +1,17 @@
-"""`ropesearch status`: how far a search is, told without what a search needs to work (no torch, no transformers)."""
+"""`ropesearch status`: how far a search or fine-tuning is, without what these need to work (no torch, no transformers)."""
 
 import contextlib
 import json
 import math
 from collections import Counter
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 from ropesearch.config import StatusJob
-from ropesearch.errors import InputError
 from ropesearch.evaluate.table import aligned, perplexity_text
-from ropesearch.run_folder import job_of
+from ropesearch.run_folder import CONFIG, job_of
 from ropesearch.score.score import perplexity
 from ropesearch.search.status import ScoredTrial, SearchStatus, UnfinishedTrial, WorkerSign, read_status
 
@@ -20,29 +19,76 @@ _NUM_ID_DIGITS = 8  # of a worker's id that are shown
 _NUM_REASONS = 5
 
 
-def status(job: StatusJob) -> "StatusOutcome":
-    """Look at the search in a run folder, from any machine that sees it; nothing is written, and no worker waits.
+def status(job: StatusJob) -> "StatusOutcome | FineTuningStatusOutcome":
+    """Look at the search or fine-tuning in a run folder, from any machine that sees it; nothing is written, and no
+    worker waits.
 
-    Raises InputError for a folder that holds no search, and for a study that is damaged.
+    Raises InputError for a folder that holds neither, and for a study that is damaged.
     """
     run_folder = Path(job.path).expanduser()
     if job_of(run_folder) == "finetune":
-        raise InputError(
-            f"path: expected the run folder of a search, got {run_folder}, that of a fine-tuning "
-            f"{_so_far(run_folder)}; its log.txt and metrics.jsonl, a line for each step, tell the rest"
-        )
+        return FineTuningStatusOutcome.read(run_folder)
     return StatusOutcome(run_folder=run_folder, status=read_status(run_folder))
 
 
-def _so_far(run_folder: Path) -> str:
-    """How far a fine-tuning is."""
-    if (run_folder / "rope_config.json").is_file():
-        return "that is finished"
-    step = 0
-    with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
-        for line in (run_folder / "metrics.jsonl").read_bytes().splitlines():
-            step = int(json.loads(line)["step"])
-    return f"that has done {step} steps"
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FineTuningStatusOutcome:
+    """How far the fine-tuning of a run folder is: its last step, of how many (None where that cannot be read), tokens
+    per second, and the step of the last measurement with the held-out perplexity of each regime.
+    """
+
+    run_folder: Path
+    step: int = 0
+    num_steps: int | None = None
+    is_finished: bool = False
+    tokens_per_second: float = 0.0
+    measured_step: int | None = None
+    held_out_perplexity: Mapping[str, float] = field(default_factory=dict)
+    exit_code: int = 0
+
+    @classmethod
+    def read(cls, run_folder: Path) -> "FineTuningStatusOutcome":
+        """What its files say; of a file that is missing or cut off, what is there."""
+        found: dict[str, Any] = {}
+        with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+            found["num_steps"] = int(json.loads((run_folder / CONFIG).read_bytes())["training"]["num_steps"])
+        with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+            for line in (run_folder / "metrics.jsonl").read_bytes().splitlines():
+                event = json.loads(line)
+                found |= {"step": int(event["step"]), "tokens_per_second": float(event["tokens_per_second"])}
+                if held_out := event.get("held_out"):
+                    perplexities = {name: _perplexity(of) for name, of in held_out.items()}
+                    found |= {"measured_step": found["step"], "held_out_perplexity": perplexities}
+        return cls(run_folder=run_folder, is_finished=(run_folder / "rope_config.json").is_file(), **found)
+
+    def to_json(self) -> dict[str, Any]:
+        """All that is known, as JSON values."""
+        return {
+            "run": str(self.run_folder),
+            "state": "finished" if self.is_finished else "fine-tuning",
+            "step": self.step,
+            "num_steps": self.num_steps,
+            "tokens_per_second": self.tokens_per_second,
+            "measured_step": self.measured_step,
+            "held_out_perplexity": dict(self.held_out_perplexity),
+        }
+
+    def to_text(self) -> str:
+        """A line for each thing that is known."""
+        state = "fine-tuning, finished" if self.is_finished else "fine-tuning"
+        of = "" if self.num_steps is None else f" of {self.num_steps}"
+        lines = [("run", f"{self.run_folder}  ({state})"), ("step", f"{self.step}{of}")]
+        if self.tokens_per_second:
+            lines.append(("speed", f"{self.tokens_per_second:,.0f} tokens/s"))
+        if self.held_out_perplexity:
+            shown = ", ".join(f"{name} {value:.2f}" for name, value in self.held_out_perplexity.items())
+            lines.append(("held out", f"perplexity at step {self.measured_step}: {shown}"))
+        lines.append(("more", "log.txt, metrics.jsonl"))
+        return "\n".join(f"{name:<8}  {text}" for name, text in lines)
+
+
+def _perplexity(measured: Mapping[str, Any]) -> float:
+    return perplexity(math.fsum(measured["window_nats"]), measured["num_window_tokens"] * len(measured["window_nats"]))
 
 
 def _chosen(result: Path | None) -> dict[str, Any] | None:

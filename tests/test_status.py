@@ -1,6 +1,7 @@
 """`ropesearch status`: what it says of a run, to people and to programs, and how little it needs for it."""
 
 import json
+import math
 import subprocess
 import sys
 from pathlib import Path
@@ -112,22 +113,35 @@ def test_wrong_folders_are_one_line_and_exit_2(tmp_path: Path, capsys: Captured)
     assert err.count("\n") == 1
 
 
-def test_of_a_fine_tuning_it_says_where_to_look(tmp_path: Path, capsys: Captured) -> None:
+def test_a_fine_tuning(tmp_path: Path, capsys: Captured) -> None:
+    """Of files that are missing or cut off, what is there."""
+
+    def shown() -> list[str]:
+        assert main(["status", str(tmp_path)]) == 0
+        return capsys.readouterr().out.splitlines()
+
     (tmp_path / "config.json").write_text('{"job": "finetune"}')
-    for content, so_far in (
-        (None, "that has done 0 steps"),
-        ('{"step": 0}\n{"step": 1}\n{"step": 2}\n{"st', "that has done 2 steps"),
-    ):
-        if content is not None:
-            (tmp_path / "metrics.jsonl").write_text(content)
-        assert main(["status", str(tmp_path)]) == 2
-        expected = (
-            f"got {tmp_path}, that of a fine-tuning {so_far}; its log.txt and metrics.jsonl, a line for each step"
-        )
-        assert expected in capsys.readouterr().err
+    run, more = f"run       {tmp_path}  (fine-tuning)", "more      log.txt, metrics.jsonl"
+    assert shown() == [run, "step      0", more]
+    (tmp_path / "config.json").write_text('{"job": "finetune", "training": {"num_steps": 3}}')
+    held_out = {"short": {"window_nats": [2.0, 4.0], "num_window_tokens": 3}}
+    events = [{"step": step, "tokens_per_second": 1234.5 * step, **({"held_out": held_out} if step == 1 else {})}
+              for step in range(3)]  # fmt: skip
+    (tmp_path / "metrics.jsonl").write_text("".join(f"{json.dumps(event)}\n" for event in events) + '{"st')
+    held_out_line = f"held out  perplexity at step 1: short {math.e:.2f}"
+    assert shown() == [run, "step      2 of 3", "speed     2,469 tokens/s", held_out_line, more]
     (tmp_path / "rope_config.json").write_text("{}")
-    assert main(["status", str(tmp_path)]) == 2
-    assert "that of a fine-tuning that is finished; its log.txt" in capsys.readouterr().err
+    assert shown()[0] == f"run       {tmp_path}  (fine-tuning, finished)"
+    assert main(["status", str(tmp_path), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out) == {
+        "run": str(tmp_path),
+        "state": "finished",
+        "step": 2,
+        "num_steps": 3,
+        "tokens_per_second": 2469.0,
+        "measured_step": 1,
+        "held_out_perplexity": {"short": pytest.approx(math.e)},
+    }
 
 
 def test_it_needs_no_heavy_library(tmp_path: Path) -> None:
