@@ -1,4 +1,4 @@
-"""`ropesearch status`: how far a search or fine-tuning is, without what these need to work (no torch, no transformers)."""
+"""`ropesearch status`: how far a search or fine-tuning is, told without what these need to work, torch above all."""
 
 import contextlib
 import json
