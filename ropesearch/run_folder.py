@@ -145,6 +145,8 @@ def by_key(value: Any, prefix: str = "") -> dict[str, Any]:
 
 def job_of(folder: Path) -> str | None:
     """The job that a folder's config.json is of a run of; None for a file that is missing or something else."""
+    if not (folder / CONFIG).is_file():  # a pipe would be waited for
+        return None
     try:
         found = json.loads((folder / CONFIG).read_bytes())["job"]
     except (OSError, ValueError, KeyError, TypeError):

@@ -52,8 +52,9 @@ class FineTuningStatusOutcome:
         found: dict[str, Any] = {}
         with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
             found["num_steps"] = int(json.loads((run_folder / CONFIG).read_bytes())["training"]["num_steps"])
+        metrics = run_folder / "metrics.jsonl"
         with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
-            for line in (run_folder / "metrics.jsonl").read_bytes().splitlines():
+            for line in metrics.read_bytes().splitlines() if metrics.is_file() else ():
                 event = json.loads(line)
                 found |= {"step": int(event["step"]), "tokens_per_second": float(event["tokens_per_second"])}
                 if held_out := event.get("held_out"):
