@@ -149,7 +149,7 @@ def job_of(folder: Path) -> str | None:
         return None
     try:
         found = json.loads((folder / CONFIG).read_bytes())["job"]
-    except (OSError, ValueError, KeyError, TypeError):
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return None
     return found if isinstance(found, str) else None
 

@@ -50,10 +50,10 @@ class FineTuningStatusOutcome:
     def read(cls, run_folder: Path) -> "FineTuningStatusOutcome":
         """What its files say; of a file that is missing or cut off, what is there."""
         found: dict[str, Any] = {}
-        with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+        with contextlib.suppress(OSError, ValueError, KeyError, TypeError, RecursionError):
             found["num_steps"] = int(json.loads((run_folder / CONFIG).read_bytes())["training"]["num_steps"])
         metrics = run_folder / "metrics.jsonl"
-        with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+        with contextlib.suppress(OSError, ValueError, KeyError, TypeError, RecursionError):
             for line in metrics.read_bytes().splitlines() if metrics.is_file() else ():
                 event = json.loads(line)
                 found |= {"step": int(event["step"]), "tokens_per_second": float(event["tokens_per_second"])}
