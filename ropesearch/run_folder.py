@@ -1,7 +1,6 @@
 """A run's one folder: its name, and the files that say how it was made."""
 
 import contextlib
-import json
 import logging
 import os
 import platform
@@ -13,6 +12,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+from ropesearch.artifact.strict_json import read_json_object
 from ropesearch.errors import BindingError, InputError
 from ropesearch.files import remove_leftovers, sha256_of_json, write_json
 
@@ -145,11 +145,9 @@ def by_key(value: Any, prefix: str = "") -> dict[str, Any]:
 
 def job_of(folder: Path) -> str | None:
     """The job that a folder's config.json is of a run of; None for a file that is missing or something else."""
-    if not (folder / CONFIG).is_file():  # a pipe would be waited for
-        return None
     try:
-        found = json.loads((folder / CONFIG).read_bytes())["job"]
-    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        found = read_json_object(folder / CONFIG).get("job")
+    except InputError:
         return None
     return found if isinstance(found, str) else None
 

@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from ropesearch.artifact.strict_json import read_json_object
 from ropesearch.config import StatusJob
 from ropesearch.evaluate.table import aligned, perplexity_text
 from ropesearch.run_folder import CONFIG, job_of
@@ -50,8 +51,8 @@ class FineTuningStatusOutcome:
     def read(cls, run_folder: Path) -> "FineTuningStatusOutcome":
         """What its files say; of a file that is missing or cut off, what is there."""
         found: dict[str, Any] = {}
-        with contextlib.suppress(OSError, ValueError, KeyError, TypeError, RecursionError):
-            found["num_steps"] = int(json.loads((run_folder / CONFIG).read_bytes())["training"]["num_steps"])
+        with contextlib.suppress(ValueError, KeyError, TypeError):
+            found["num_steps"] = int(read_json_object(run_folder / CONFIG)["training"]["num_steps"])
         metrics = run_folder / "metrics.jsonl"
         with contextlib.suppress(OSError, ValueError, KeyError, TypeError, RecursionError):
             for line in metrics.read_bytes().splitlines() if metrics.is_file() else ():

@@ -53,7 +53,7 @@ class Descent:
         self._num_steps = 0
         self._gradients: dict[int, NDArray[np.float64]] = {}
         self._compared: list[_Visit] = []
-        self._begun = self._best = _Visit(self._point, 0.0)
+        self._best = _Visit(self._point, 0.0)
         self._is_first = True  # what is compared next
 
     @property
@@ -103,13 +103,14 @@ class Descent:
         self._num_steps += 1
 
     def forget(self, start_values: NDArray[np.float64]) -> None:
-        """Go on from here with another objective, which has these values at the start: what was found on the windows
-        says nothing of it.
+        """Go on from here with another objective, which has these values at the start: neither what was found on the
+        windows nor how long steps were says anything of it.
         """
         self._start_values = start_values
         self._gradients.clear()
         self._compared.clear()
-        self._best = self._begun
+        self._length = self._first_length
+        self._best = _Visit(self._point, math.inf)
         self._is_first = True
 
     def _compare(self) -> None:

@@ -32,7 +32,7 @@ from ropesearch.search.trials import (
 )
 
 _LEAST_STEPS = 8  # of a leg
-_MOST_LEGS = 6  # of a descent that breaks its guard
+_MOST_LEGS = 8  # of a descent that breaks its guard
 _SLOW_PART = 0.25  # moves that gain no more than this part of what a leg gained are slow
 _NUM_TRIES = 8  # draws of a move, at most, until one is new
 _CHAIN, _START, _LEGS = "chain", "start", "legs"
@@ -49,9 +49,9 @@ class GradientSampler(CandidateSampler):
 
     One leg is what a descent is worth: moves gain more for the cost of a second. Only where the objective has a guard,
     and the leg has broken it, another follows, which takes the guard's short tokens into what it descends by, with a
-    weight that doubles while it is broken, up to five times. `num_starts` descents begin at the best
-    starts. With several workers, one that finds all descents at work begins the next at once. A further one begins at
-    the best of all, where none has begun yet, when the moves gain little beside what the last leg gained.
+    weight that doubles while it is broken, for eight legs at most. `num_starts` descents begin at the best starts. With
+    several workers, one that finds all descents at work begins the next at once. A further one begins at the best of
+    all, where none has begun yet, when the moves gain little beside what the last leg gained.
 
     The first moves take a leg apart: stretch by stretch, the best gets what the descent has left there, or came to, as
     a leg gains by most pairs and loses by some. Those that follow move a block of pairs of the best (see

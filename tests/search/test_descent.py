@@ -140,6 +140,54 @@ def test_the_best_is_the_mean_of_the_four_steps_that_gained_most_over_the_start(
     assert num_returns > 1
 
 
+@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("noise", [0.0, 0.1])
+def test_with_a_weight_that_doubles_a_second_objective_comes_within_a_bound(seed: int, noise: float) -> None:
+    """As for a guard: in eight legs at most a thirtieth of what the start has, where the first leg goes elsewhere."""
+    long, short = Bowl(EVEN, noise), Bowl(EVEN, noise, aim=np.append(0.3 * AIM[:-1], 0.0))
+
+    def step(regime: Regime, window: int, weight: float) -> Step:
+        both = long.step(regime, window), short.step(regime, window)
+        gradients = np.array([each.gradient for each in both])
+        return Step(
+            window=window,
+            nats_per_token=both[0].nats_per_token + weight * both[1].nats_per_token,
+            gradient=tuple((gradients[0] + weight * gradients[1]).tolist()),
+        )
+
+    def start_values(weight: float) -> Logs:
+        return np.array([step(NTK, window, weight).nats_per_token for window in range(NUM_WINDOWS)])
+
+    bound = short.excess(NTK) / 30
+    descent = Descent(SPACE, NTK, start_values(0.0), seed, 0)
+    weight, excesses = 0.0, []
+    for _ in range(8):
+        for _ in range(2 * NUM_WINDOWS):
+            descent.advance(step(descent.regime, descent.window, weight))
+        excesses.append(short.excess(descent.best))
+        if excesses[-1] <= bound:
+            break
+        weight = 2 * weight or 1.0
+        descent.forget(start_values(weight))
+    assert excesses[-1] <= bound < excesses[0]
+
+
+def test_after_another_objective_it_goes_on_from_where_it_is() -> None:
+    """With steps as long as the first ones, and whatever the start has by it."""
+    bowl = Bowl(EVEN, 0.3)
+    descent = descend(bowl.step, 4)
+    here = logs_of(descent.regime)
+    assert descent.part_of_first_length != 1
+    descent.forget(np.full(NUM_WINDOWS, -100.0))
+    points = []
+    for _ in range(4):
+        points.append(logs_of(descent.regime))
+        descent.advance(bowl.step(descent.regime, descent.window))
+    np.testing.assert_array_equal(points[0], here)
+    np.testing.assert_allclose(logs_of(descent.best), np.mean(points, axis=0), rtol=0, atol=1e-12)
+    assert descent.part_of_first_length == 1
+
+
 def test_steps_shrink_where_windows_contradict_each_other() -> None:
     """Down one slope that all windows share, they grow; with slopes that only cancel out, they end short."""
     descent = Descent(SPACE, methods.identity(SPACE.geometry, TARGET_LENGTH), np.zeros(NUM_WINDOWS), seed=0, chain=0)
