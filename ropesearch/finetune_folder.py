@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from ropesearch.artifact.digest import weight_files
-from ropesearch.artifact.strict_json import read_json_object
 from ropesearch.errors import InputError
 from ropesearch.run_folder import CONFIG, LAUNCHER_FOLDER, RunFolder, by_key
 from ropesearch.search.ownership import claimed
+from ropesearch.strict_json import read_json_object
 from ropesearch.train.config import TrainingConfig
 from ropesearch.train.loop import STATES
 from ropesearch.train.loss import RowLoss

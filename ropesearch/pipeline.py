@@ -15,7 +15,6 @@ from ropesearch.artifact.folder import write_checkpoint_folder
 from ropesearch.artifact.load import find_folder, load_unscaled, own_table, read_bound
 from ropesearch.artifact.origin import Origin, checkpoint_states
 from ropesearch.artifact.schema import FILE_NAME, RopeConfig
-from ropesearch.artifact.strict_json import read_json_object
 from ropesearch.artifact.tables import read_tables
 from ropesearch.artifact.verify import Finding, check_expressible
 from ropesearch.artifact.verify import verify as verify_folder
@@ -66,6 +65,7 @@ from ropesearch.search.spaces import make_space
 from ropesearch.search.study import open_study
 from ropesearch.search.trials import regime_json
 from ropesearch.search.worker import SearchEvent
+from ropesearch.strict_json import read_json_object
 from ropesearch.track.plots import plot_course, plot_factors, plot_front
 from ropesearch.track.progress import ProgressDisplay
 from ropesearch.tracking import SearchTracker

@@ -12,9 +12,9 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from ropesearch.artifact.strict_json import read_json_object
 from ropesearch.errors import BindingError, InputError
 from ropesearch.files import remove_leftovers, sha256_of_json, write_json
+from ropesearch.strict_json import read_json_object
 
 _LIBRARIES = (
     "ropesearch",

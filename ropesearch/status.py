@@ -9,12 +9,12 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ropesearch.artifact.strict_json import read_json_object
 from ropesearch.config import StatusJob
 from ropesearch.evaluate.table import aligned, perplexity_text
 from ropesearch.run_folder import CONFIG, job_of
 from ropesearch.score.score import perplexity
 from ropesearch.search.status import ScoredTrial, SearchStatus, UnfinishedTrial, WorkerSign, read_status
+from ropesearch.strict_json import read_json_object
 
 _NUM_ID_DIGITS = 8  # of a worker's id that are shown
 _NUM_REASONS = 5

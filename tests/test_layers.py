@@ -11,7 +11,7 @@ import pytest
 PACKAGE = Path(__file__).parent.parent / "ropesearch"
 FLOORS = [
     {"errors"},
-    {"files", "seeding", "settings", "stopping"},
+    {"files", "seeding", "settings", "stopping", "strict_json"},
     {"rope", "run_folder"},
     {"model", "data"},
     {"score", "artifact"},

@@ -12,8 +12,8 @@ from typing import Any
 
 from ropesearch import files
 from ropesearch.artifact.schema import Checkpoint, CheckpointFile
-from ropesearch.artifact.strict_json import parse_json_object, read_json_object
 from ropesearch.errors import InputError
+from ropesearch.strict_json import parse_json_object, read_json_object
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"

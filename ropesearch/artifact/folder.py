@@ -14,8 +14,8 @@ from ropesearch.artifact import digest, schema
 from ropesearch.artifact.config import WeightsMode
 from ropesearch.artifact.config_json import described_regimes, extended_config, extended_tokenizer_config
 from ropesearch.artifact.schema import Checkpoint, RopeConfig
-from ropesearch.artifact.strict_json import differences, read_json_object
 from ropesearch.errors import BindingError, InputError
+from ropesearch.strict_json import differences, read_json_object
 
 # Weights in other formats and what trainers leave behind: never taken along.
 _LEFT_OUT_SUFFIXES = (

@@ -7,9 +7,9 @@ from typing import Any, TypeVar
 
 from ropesearch.artifact.digest import checkpoint_binding
 from ropesearch.artifact.schema import Checkpoint
-from ropesearch.artifact.strict_json import read_json_object
 from ropesearch.errors import InputError
 from ropesearch.files import sha256_of_json
+from ropesearch.strict_json import read_json_object
 
 Loaded = TypeVar("Loaded")
 States = Mapping[str, tuple[int, ...]]

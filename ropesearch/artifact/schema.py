@@ -13,10 +13,10 @@ from typing import Any
 import jsonschema
 
 from ropesearch import files
-from ropesearch.artifact.strict_json import parse_json_object, read_json_object
 from ropesearch.errors import InputError
 from ropesearch.rope.geometry import Geometry, LayerRope
 from ropesearch.rope.regime import Regime
+from ropesearch.strict_json import parse_json_object, read_json_object
 
 SCHEMA_VERSION = 1
 FILE_NAME = "rope_config.json"

@@ -9,12 +9,12 @@ from typing import Any
 
 from ropesearch.artifact.config import table_files
 from ropesearch.artifact.schema import RopeConfig
-from ropesearch.artifact.strict_json import parse_json_object
 from ropesearch.errors import InputError
 from ropesearch.model.load import read_geometry, read_own
 from ropesearch.rope.geometry import Geometry
 from ropesearch.rope.methods import attention_factor_formula
 from ropesearch.rope.regime import Regime
+from ropesearch.strict_json import parse_json_object
 
 # Names that say nothing about the table: the folder's is taken.
 _COMMON_NAMES = ("rope_config", "config", "checkpoint")

@@ -28,7 +28,6 @@ from ropesearch.artifact.limits import loader_limits
 from ropesearch.artifact.load import load, load_unscaled, own_table
 from ropesearch.artifact.logits import greatest_difference, logits_under, plain_load, random_logits
 from ropesearch.artifact.schema import RopeConfig
-from ropesearch.artifact.strict_json import read_json_object
 from ropesearch.errors import BindingError, InputError
 from ropesearch.model.devices import BALANCED
 from ropesearch.model.install import rotary_table
@@ -38,6 +37,7 @@ from ropesearch.model.rotary import find_tables, rescaled_tables
 from ropesearch.model.skeleton import build_skeleton
 from ropesearch.rope.geometry import Geometry
 from ropesearch.rope.regime import Regime, inverse_frequencies
+from ropesearch.strict_json import read_json_object
 
 # float32 powers of theta are this close to the float64 ones (relative); the float32 table itself is compared exactly.
 _TABLE_TOLERANCE = 1e-5

@@ -13,10 +13,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ropesearch.artifact.schema import Checkpoint, CheckpointFile, RopeConfig
-from ropesearch.artifact.strict_json import parse_json_object
 from ropesearch.errors import InputError
 from ropesearch.rope.geometry import Geometry, LayerRope
 from ropesearch.rope.regime import Regime
+from ropesearch.strict_json import parse_json_object
 from tests.artifact import examples
 
 SHIPPED = json.loads(importlib.resources.files("ropesearch.artifact").joinpath("rope_config.schema.json").read_text())

@@ -2,8 +2,8 @@ from pathlib import Path
 
 import pytest
 
-from ropesearch.artifact.strict_json import parse_json_object, read_json_object
 from ropesearch.errors import InputError
+from ropesearch.strict_json import parse_json_object, read_json_object
 
 
 @pytest.mark.parametrize(
