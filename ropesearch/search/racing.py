@@ -52,6 +52,7 @@ CHANCE = 0.05
 _GREEDY_LEAST_WINDOWS = 2
 _GREEDY_CHANCE = 1 / 3
 _GREEDY_FIRST_CHANCE = 0.1
+_NUM_LAST_SCORINGS = 8  # the last moves are those that have cost as much as so many candidates scored whole
 
 
 class Rule(NamedTuple):
@@ -104,7 +105,7 @@ class Racing:
     of them. The mark is the candidate that has the rule's rank when a new one is begun.
 
     A greedy race asks for more than to be better than the mark: what is left of a score would have gained something
-    if it were spent on other moves, as much as these have gained for it so far, and a candidate has to promise that.
+    if it were spent on other moves, as much as the last ones have gained for it, and a candidate has to promise that.
     """
 
     evaluate: Callable[[Regime, int], Score]
@@ -123,18 +124,23 @@ class Racing:
         return marks[0] if marks and violation(marks[0]) == 0 else None
 
     def gain_of_a_window(self, trials: Sequence[FrozenTrial]) -> float:
-        """What the moves of a greedy search have gained, in nats per token, for the cost of a window; else 0."""
+        """What the last moves of a greedy search have gained, in nats per token, for the cost of a window; else 0."""
         if not self.rule.is_greedy:
             return 0.0
-        best, gained, cost_tokens = math.inf, 0.0, 0
+        best, moves = math.inf, []
         for trial in trials:
-            is_move = is_searched(trial) and PLAN not in trial.user_attrs
-            if is_move and trial.state.is_finished():
-                cost_tokens += trial.user_attrs.get(COST, 0)
+            gained = 0.0
             if trial.state is TrialState.COMPLETE and violation(trial) == 0 and trial.values[0] < best:
-                gained += best - trial.values[0] if is_move and best < math.inf else 0.0
+                gained = best - trial.values[0] if best < math.inf else 0.0
                 best = trial.values[0]
-        return gained * self.window_cost_tokens / cost_tokens if cost_tokens else 0.0
+            if is_searched(trial) and PLAN not in trial.user_attrs and trial.state.is_finished():
+                moves.append((gained, trial.user_attrs.get(COST, 0)))
+        sum_gained, cost_tokens = 0.0, 0
+        for gained, tokens in reversed(moves):
+            if cost_tokens >= _NUM_LAST_SCORINGS * self.num_windows * self.window_cost_tokens:
+                break
+            sum_gained, cost_tokens = sum_gained + gained, cost_tokens + tokens
+        return sum_gained * self.window_cost_tokens / cost_tokens if cost_tokens else 0.0
 
     def run(
         self,

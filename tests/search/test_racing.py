@@ -231,6 +231,10 @@ def test_what_moves_have_gained_is_that_of_moves_alone() -> None:
     last = moved(11, 1.8, 64)
     found = racing.gain_of_a_window([*baselines, leg, *moves, running, breaking, last])
     assert found == pytest.approx(0.2 * 8 / 280)
+    # The last that have cost as much as eight scores of eight windows of eight tokens: those from trial 7 on.
+    others = [moved(number, None, 64, TrialState.PRUNED) for number in range(12, 18)]
+    late = racing.gain_of_a_window([*baselines, leg, *moves, breaking, last, *others])
+    assert late == pytest.approx(0.1 * 8 / 512)
     assert Racing.gain_of_a_window(dataclasses.replace(racing, rule=careful()), [*baselines, leg, *moves]) == 0.0
 
 
