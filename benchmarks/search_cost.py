@@ -47,6 +47,7 @@ from ropesearch.search.config import (
     GradientConfig,
     OptimizerConfig,
     RacingConfig,
+    RacingMark,
     SelectionConfig,
     SpaceConfig,
 )
@@ -66,10 +67,12 @@ REFERENCE = "evolution"
 SHORT, FULL = 400, 1344  # evaluations of the reference that the default is held against
 LONG, COMPARED = 200, 100  # evaluations of the default beside the reference's full run, and elsewhere
 OTHERS = 48  # evaluations of all other optimizers
+EARLY, EARLY_SEEDS = 20, 5  # evaluations of the default and the reference at the beginning, for more seeds
 RACED = f"{REFERENCE}, raced"
 RACED_CASES, RACED_SEEDS = ("ratio-4", "ratio-8"), 2
 # Costs, in evaluations, at which the best so far is scored on the held-out windows.
 MARKS = (4, 5, 7, 9, 11, 14, 16, 20, 24, 28, 34, 40, 50, 64, 80, 100, 140, 200, 280, 400, 560, 800, 1100, FULL + 8)
+EARLY_MARKS = tuple(quarter / 4 for quarter in range(4 * 4, 4 * (EARLY + 4) + 1))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,7 +98,7 @@ CASES = (
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Run:
     """One search: its optimizer and seed, and how many evaluations it may cost besides the four baselines; the raced
-    reference has as many candidates instead.
+    reference has as many candidates instead. Early ones are held out at more costs.
     """
 
     case: Case
@@ -103,10 +106,17 @@ class Run:
     seed: int
     num_evaluations: int
     is_raced: bool = False
+    is_early: bool = False
 
     @property
     def name(self) -> str:
-        return f"{self.case.name}-{self.label.replace(', ', '-')}-{self.seed}"
+        early = "-early" if self.is_early else ""
+        return f"{self.case.name}-{self.label.replace(', ', '-')}-{self.seed}{early}"
+
+    @property
+    def marks(self) -> Sequence[float]:
+        """The costs at which the best so far is scored on the held-out windows."""
+        return EARLY_MARKS if self.is_early else MARKS
 
     @property
     def label(self) -> str:
@@ -122,6 +132,13 @@ def all_runs() -> Iterator[Run]:
             num_evaluations = LONG if full else COMPARED
             yield Run(case=case, optimizer=DEFAULT, seed=seed, num_evaluations=num_evaluations, is_raced=True)
             yield Run(case=case, optimizer=REFERENCE, seed=seed, num_evaluations=FULL if full else SHORT)
+    for case in CASES:
+        for seed in range(EARLY_SEEDS):
+            for optimizer in (DEFAULT, REFERENCE):
+                is_raced = optimizer == DEFAULT
+                yield Run(
+                    case=case, optimizer=optimizer, seed=seed, num_evaluations=EARLY, is_raced=is_raced, is_early=True
+                )
     for case in CASES:
         for seed in range(RACED_SEEDS if case.name in RACED_CASES else 0):
             yield Run(case=case, optimizer=REFERENCE, seed=seed, num_evaluations=SHORT, is_raced=True)
@@ -158,12 +175,13 @@ class Bench:
             config.num_candidates = 100_000  # the budget ends it
         objective, scoring = Objective(), ScoringConfig()
         seeds = seed_regimes(baselines)
-        sampler = make_sampler(space, config, run.seed, seeds, len(baselines), windows.num_windows, objective)
+        raced = RacingConfig(mark=RacingMark.finalists if run.is_raced else RacingMark.none)
+        sampler = make_sampler(space, config, run.seed, seeds, len(baselines), windows.num_windows, objective, raced)
         cost_tokens = forward_equivalent_tokens(windows)
         selection = SelectionConfig() if run.label == RACED else SelectionConfig(num_finalists=1)
-        rule = race_rule(RacingConfig(), selection, sampler, objective, windows.num_windows)
+        rule = race_rule(raced, selection, sampler, objective, windows.num_windows)
         racing = None
-        if run.is_raced and rule is not None:
+        if rule is not None:
             racing = Racing(
                 evaluate=lambda regime, window: self.scorer.score(regime, windows, scoring, only=window),
                 num_windows=windows.num_windows,
@@ -199,7 +217,7 @@ class Bench:
         trials = opened.trials()
         curve: list[dict[str, float]] = []
         spent_tokens, seconds, best, held_out = 0, 0.0, math.inf, math.nan
-        due, regime = 0, None
+        marks, due, regime = run.marks, 0, None
         for trial in trials:
             spent_tokens += trial.user_attrs.get(COST, 0)
             seconds += trial.user_attrs.get(SECONDS, 0.0)
@@ -207,8 +225,8 @@ class Bench:
                 best, regime, held_out = trial.values[0], recorded_regime(trial, target_length), math.nan
             cost = spent_tokens / cost_tokens
             last = trial is trials[-1]
-            if regime is not None and trial.number >= len(baselines) - 1 and (cost >= MARKS[due] or last):
-                due = next((index for index, mark in enumerate(MARKS) if mark > cost), len(MARKS) - 1)
+            if regime is not None and trial.number >= len(baselines) - 1 and (cost >= marks[due] or last):
+                due = next((index for index, mark in enumerate(marks) if mark > cost), len(marks) - 1)
                 if math.isnan(held_out):
                     held_out = self.scorer.kept(regime, self.windows["held_out"], scoring).nats_per_token
                 curve.append({"evaluations": cost, "seconds": seconds, "search": best, "held_out": held_out})
@@ -293,7 +311,63 @@ def racing_lines(results: Mapping[str, dict[str, Any]]) -> list[str]:
     return lines
 
 
-def table(results: Mapping[str, dict[str, Any]]) -> str:
+def held_out_at(result: Mapping[str, Any], evaluations: float) -> float:
+    """Nats per token on the held-out windows of the best after so many evaluations."""
+    return [point["held_out"] for point in result["curve"] if point["evaluations"] <= evaluations][-1]
+
+
+def at_equal_cost(whole: Mapping[str, dict[str, Any]], early: Mapping[str, dict[str, Any]]) -> list[dict[str, Any]]:
+    """For every case: what the default is above the reference on held-out windows at equal cost, seed by seed; at the
+    beginning of many searches, and later of those that go on.
+    """
+    found = []
+    for results, marks in ((early, EARLY_MARKS), (whole, [mark for mark in MARKS if mark > EARLY_MARKS[-1]])):
+        for case in CASES:
+            pairs = [
+                (default, reference)
+                for default in results.values()
+                for reference in results.values()
+                if default["case"] == reference["case"] == case.name
+                and default["seed"] == reference["seed"]
+                and (default["optimizer"], reference["optimizer"]) == (DEFAULT, REFERENCE)
+            ]
+            for mark in marks:
+                above = [
+                    held_out_at(default, mark) - held_out_at(reference, mark)
+                    for default, reference in pairs
+                    if default["curve"][-1]["evaluations"] > mark - 1  # the next trial would not have fitted
+                ]
+                if above:
+                    found.append({"case": case.name, "evaluations": mark, "above": above})
+    return found
+
+
+def equal_cost_lines(rows: Sequence[Mapping[str, Any]]) -> list[str]:
+    """What the default is above the reference at equal cost."""
+    shown = (5, 6, 7, 8, 9, 10, 12, 14, 16, 20, 24, 40, 100, 200)
+    lines = [
+        "The default's held-out nats per token less the evolution's after as many evaluations, in units of 0.0001, "
+        "median (range; number of seeds):",
+        "",
+        f"| case | {' | '.join(map(str, shown))} | highest median |",
+        "|---|" + "---:|" * (len(shown) + 1),
+    ]
+    for case in CASES:
+        mine = [row for row in rows if row["case"] == case.name]
+        if not mine:
+            continue
+        cells = []
+        for mark in shown:
+            above = [1e4 * value for row in mine if row["evaluations"] == mark for value in row["above"]]
+            spread = f" ({min(above):.0f} to {max(above):.0f}; {len(above)})" if above else ""
+            cells.append(f"{statistics.median(above):.0f}{spread}" if above else "")
+        highest = max(mine, key=lambda row: statistics.median(row["above"]))
+        worst = f"{1e4 * statistics.median(highest['above']):.0f} at {highest['evaluations']:g}"
+        lines.append(f"| {case.name} | {' | '.join(cells)} | {worst} |")
+    return lines
+
+
+def table(results: Mapping[str, dict[str, Any]], rows: Sequence[Mapping[str, Any]]) -> str:
     """The figures as markdown."""
     lines = [
         "| case | seed | evolution's evaluations | its perplexity | reached by the default after | that is |",
@@ -307,7 +381,7 @@ def table(results: Mapping[str, dict[str, Any]]) -> str:
         share = "" if cost is None else f"1 / {row['evaluations'] / cost:.0f}"
         cells = (row["case"], row["seed"], row["evaluations"], f"{math.exp(row['nats']):.3f}", reached, share)
         lines.append(f"| {' | '.join(map(str, cells))} |")
-    lines += ["", *racing_lines(results)]
+    lines += ["", *equal_cost_lines(rows), "", *racing_lines(results)]
     lines += ["", "Perplexity on search / held-out windows after so many evaluations, median over seeds:", ""]
     marks = (5, 9, 14, 20, 40, 100, 200, SHORT, FULL)
     lines += [f"| case | optimizer | {' | '.join(map(str, marks))} |", "|---|---|" + "---:|" * len(marks)]
@@ -383,15 +457,18 @@ def main() -> int:
                     benches = {run.case.name: Bench(folders[run.case.model], run.case, options.out / "scores")}
                 write_json(kept, benches[run.case.name].search(options.out / run.name, run))
                 print(f"{run.name} is done", flush=True)
-        kept = {run.name: options.out / f"{run.name}.json" for run in all_runs()}
-        results = {name: json.loads(path.read_bytes()) for name, path in kept.items() if path.exists()}
+        kept = {run: options.out / f"{run.name}.json" for run in all_runs()}
+        found = {run: json.loads(path.read_bytes()) for run, path in kept.items() if path.exists()}
     except RopesearchError as error:
         print(f"search_cost: {error}", file=sys.stderr)
         return error.exit_code
-    write_json(RESULTS / "search_cost.json", {"comparisons": comparisons(results), "results": results})
-    write_bytes(RESULTS / "search_cost.md", table(results).encode())
-    plot(RESULTS / "search_cost.png", results)
-    print(table(results), end="")
+    whole, early = ({run.name: of for run, of in found.items() if run.is_early is each} for each in (False, True))
+    rows = at_equal_cost(whole, early)
+    values = {"comparisons": comparisons(whole), "at_equal_cost": rows, "results": whole, "early": early}
+    write_json(RESULTS / "search_cost.json", values)
+    write_bytes(RESULTS / "search_cost.md", table(whole, rows).encode())
+    plot(RESULTS / "search_cost.png", whole)
+    print(table(whole, rows), end="")
     return 0
 
 

@@ -34,7 +34,7 @@ from ropesearch.score.scorer import forward_equivalent_tokens
 from ropesearch.score.store import ScoreStore
 from ropesearch.scoring import JobScorer
 from ropesearch.search.baselines import baseline_regimes
-from ropesearch.search.config import BudgetConfig, RandomConfig, SelectionConfig, SpaceConfig
+from ropesearch.search.config import BudgetConfig, RacingConfig, RandomConfig, SelectionConfig, SpaceConfig
 from ropesearch.search.optimizers import make_sampler
 from ropesearch.search.presence import working
 from ropesearch.search.run import run_search
@@ -62,7 +62,8 @@ def work(options: argparse.Namespace) -> None:
     windows = build_windows(corpus, loaded.tokenizer, target_length, 0, None)["search"]
     baselines = baseline_regimes(loaded.geometry, target_length)
     space = make_space(loaded.geometry, target_length, SpaceConfig())
-    sampler = make_sampler(space, RandomConfig(), 0, [], len(baselines), windows.num_windows, Objective())
+    num_windows = windows.num_windows
+    sampler = make_sampler(space, RandomConfig(), 0, [], len(baselines), num_windows, Objective(), RacingConfig())
     regimes = [*baselines]
     for number in range(len(baselines), len(baselines) + options.num_candidates):
         regimes.append(space.regime(sampler.propose([], number)))

@@ -106,7 +106,7 @@ def search(job: SearchJob) -> SearchOutcome:
     needles = needles_by_split(job.objective, texts, tokenizer, job.seed)
     windows = guiding_windows(objective, texts, needles)
     num_windows = windows["search"].num_windows
-    sampler = make_sampler(space, job.optimizer, job.seed, seeds, len(baselines), num_windows, objective)
+    sampler = make_sampler(space, job.optimizer, job.seed, seeds, len(baselines), num_windows, objective, job.racing)
     if job.budget.num_trials is not None and job.budget.num_trials > sampler.num_candidates:
         notes.append(
             f"the search ends after {sampler.num_candidates} candidates, before the {job.budget.num_trials} of "

@@ -1,6 +1,6 @@
 """Gradient search: a stochastic descent, then moves of the best."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 import numpy as np
@@ -10,9 +10,10 @@ from ropesearch.errors import InputError
 from ropesearch.rope.regime import Regime
 from ropesearch.score.objective import Objective
 from ropesearch.score.score import Score
-from ropesearch.search.config import GradientConfig
+from ropesearch.search.config import GradientConfig, RacingConfig, SelectionConfig
 from ropesearch.search.descent import NUM_COMPARED, Descent
 from ropesearch.search.operators import NUM_STRETCHES, exchange, move
+from ropesearch.search.racing import race_rule
 from ropesearch.search.sampler import CandidateSampler, Past, StepAsked, known_candidates
 from ropesearch.search.space import Candidate, Space
 from ropesearch.search.trials import (
@@ -22,6 +23,7 @@ from ropesearch.search.trials import (
     NUM_STEPS,
     PLAN,
     SCORE,
+    is_searched,
     rank,
     ranked,
     recorded_candidate,
@@ -31,6 +33,7 @@ from ropesearch.search.trials import (
     violation,
 )
 
+_NUM_FIRST_MOVES = 8  # before the first leg
 _LEAST_STEPS = 8  # of a leg
 _MOST_LEGS = 8  # of a descent that breaks its guard
 _SLOW_PART = 0.25  # moves that gain no more than this part of what a leg gained are slow
@@ -53,10 +56,11 @@ class GradientSampler(CandidateSampler):
     several workers, one that finds all descents at work begins the next at once. A further one begins at the best of
     all, where none has begun yet, when the moves gain little beside what the last leg gained.
 
-    The first moves take a leg apart: stretch by stretch, the best gets what the descent has left there, or came to, as
-    a leg gains by most pairs and loses by some. Those that follow move a block of pairs of the best (see
-    operators.move). They try what gradients do not see: other retained tokens, the fast pairs, whose angles wrap, and
-    other minima of pairs that turn about once in a window. Raced, most moves cost a tenth of a score.
+    Moves change a block of pairs of the best (see operators.move). They try what gradients do not see: other retained
+    tokens, the fast pairs, whose angles wrap, and other minima of pairs that turn about once in a window. Raced, most
+    cost a tenth of a score; so, without a guard, some come before the first leg, which costs five. It begins at the
+    baseline all the same, from where it gains more, and what both have found is put together after it: stretch by
+    stretch, the best gets what the leg came to, or the best before it, as a leg gains by most pairs and loses by some.
 
     Raises InputError when the configuration cannot be run.
     """
@@ -72,6 +76,7 @@ class GradientSampler(CandidateSampler):
         num_baselines: int,
         num_windows: int,
         objective: Objective,
+        racing: RacingConfig,
     ) -> None:
         super().__init__(space, seed, [], num_baselines)
         config.check()
@@ -84,6 +89,8 @@ class GradientSampler(CandidateSampler):
             )
         self._start_candidates = list(dict.fromkeys(space.repair(regime) for regime in seeds))
         self.objective = objective
+        is_raced = race_rule(racing, SelectionConfig(), self, objective, num_windows) is not None
+        self._num_first_moves = _NUM_FIRST_MOVES if is_raced and objective.guarded_tokens is None else 0
         self._num_leg_steps = max(num_windows, _LEAST_STEPS) // NUM_COMPARED * NUM_COMPARED
 
     @property
@@ -103,8 +110,8 @@ class GradientSampler(CandidateSampler):
 
     @property
     def num_first_steps(self) -> int:
-        """Those of a leg, where there is a seed to begin at."""
-        return self._num_leg_steps if self._start_names else 0
+        """Those of a leg, where there is a seed to begin at and no moves come first."""
+        return self._num_leg_steps if self._start_names and not self._num_first_moves else 0
 
     def plan(self, trials: Sequence[FrozenTrial], number: int) -> dict[str, Any] | None:
         """The leg of a descent that trial `number` is: its chain, where that began and the legs before; None where no
@@ -119,16 +126,24 @@ class GradientSampler(CandidateSampler):
             if _goes_on(legs):
                 numbers = [leg.number for leg in legs]
                 return {**legs[0].user_attrs[PLAN], _LEGS: numbers, GUARD_WEIGHT: _guard_weight(legs)}
-        starts = [trial.number for trial in self._starts(trials)]
-        if len(chains) >= self.config.num_starts:
-            is_worth_it = bool(chains) and _moves_are_slow(trials[:number], chains[max(chains)][-1])
-            starts = [ranked(trials[:number])[0].number] if is_worth_it else []
-        used = {legs[0].user_attrs[PLAN][_START] for legs in chains.values()}
-        left = [start for start in starts if start not in used]
-        if not left:
+        start = self._next_start(trials[:number], chains)
+        if start is None:
             return None
-        first = {_CHAIN: len(chains), _START: left[0], NUM_STEPS: self._num_leg_steps}
+        first = {_CHAIN: len(chains), _START: start.number, NUM_STEPS: self._num_leg_steps}
         return {**first, _LEGS: [], GUARD_WEIGHT: 0.0}
+
+    def _next_start(
+        self, trials: Sequence[FrozenTrial], chains: Mapping[int, Sequence[FrozenTrial]]
+    ) -> FrozenTrial | None:
+        """The trial that a descent after these begins at; None where none is to be begun now."""
+        if len(chains) >= self.config.num_starts:
+            if not _moves_are_slow(trials, chains[max(chains)][-1]):
+                return None
+            best = ranked(trials)[0]
+            return None if any(legs[0].user_attrs[PLAN][_START] == best.number for legs in chains.values()) else best
+        if len(trials) - self._num_baselines < self._num_first_moves:
+            return None
+        return next(iter(self._starts(trials)[len(chains) :]), None)
 
     def _starts(self, trials: Sequence[FrozenTrial]) -> list[FrozenTrial]:
         """The scored seed regimes, best first."""
@@ -154,13 +169,15 @@ class GradientSampler(CandidateSampler):
         return self._new(self.space.repair(best), known_candidates(trials, number))
 
     def _exchanged(self, trials: Sequence[FrozenTrial], number: int) -> Candidate | None:
-        """The best with a stretch of what the last leg has left or come to; None where all stretches were tried."""
+        """The best with a stretch of what the last leg came to, or of the best before it; None where all were tried."""
         chains = _chains(trials[:number])
         legs = chains[max(chains)] if chains else []
         candidate = recorded_candidate(legs[-1]) if legs else None
         if candidate is None or legs[-1].state is not TrialState.COMPLETE:
             return None
-        before = self._candidate(trials[legs[0].user_attrs[PLAN][_START]])
+        begun = legs[0].number
+        moved = [trial for trial in ranked(trials[:begun]) if is_searched(trial)]
+        before = self._candidate(min([trials[legs[0].user_attrs[PLAN][_START]], *moved], key=rank))
         best = self._candidate(ranked(trials)[0])
         known = known_candidates(trials, number)
         for part in range(number - legs[-1].number - 1, NUM_STRETCHES + 1):

@@ -13,6 +13,7 @@ from ropesearch.search.config import (
     EvolutionConfig,
     GradientConfig,
     OptimizerConfig,
+    RacingConfig,
     RandomConfig,
     TPEConfig,
 )
@@ -32,9 +33,11 @@ def make_sampler(
     num_baselines: int,
     num_windows: int,
     objective: Objective,
+    racing: RacingConfig,
 ) -> CandidateSampler:
     """The sampler for a config; `seeds` are its first candidates, `num_baselines` the trials before them,
-    `num_windows` how many windows the search has, and `objective` makes a value of their scores.
+    `num_windows` how many windows the search has, `objective` makes a value of their scores, and `racing` says whether
+    candidates are raced.
 
     Raises InputError when the configuration cannot be run.
     """
@@ -48,7 +51,7 @@ def make_sampler(
         case CMAESConfig():
             return CMAESSampler(space, config, seed, seeds, num_baselines)
         case GradientConfig():
-            return GradientSampler(space, config, seed, seeds, num_baselines, num_windows, objective)
+            return GradientSampler(space, config, seed, seeds, num_baselines, num_windows, objective, racing)
         case BlockwiseConfig():
             return BlockwiseSampler(space, config, seed, seeds, num_baselines)
     raise InputError(f"optimizer: expected the config of a known sampler, got {type(config).__name__}")

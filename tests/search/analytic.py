@@ -27,6 +27,7 @@ from ropesearch.search.config import (
     EvolutionConfig,
     GradientConfig,
     OptimizerConfig,
+    RacingConfig,
     SelectionConfig,
     SpaceConfig,
 )
@@ -63,7 +64,7 @@ def make_sampler(
 ) -> CandidateSampler:
     """A sampler with the paper's seeds."""
     made = make_space(make_geometry(), TARGET_LENGTH, SpaceConfig(**space))  # type: ignore[arg-type]
-    return sampler_of(made, optimizer, seed, SEEDS, num_baselines, NUM_WINDOWS, Objective())
+    return sampler_of(made, optimizer, seed, SEEDS, num_baselines, NUM_WINDOWS, Objective(), RacingConfig())
 
 
 def make_score(nats_per_token: float) -> Score:

@@ -9,16 +9,19 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from optuna.trial import FrozenTrial, TrialState
 
 from ropesearch.errors import InputError, ScoringError
 from ropesearch.rope.regime import Regime
+from ropesearch.score.objective import Objective
 from ropesearch.search import gradient
-from ropesearch.search.config import BudgetConfig, GradientConfig
+from ropesearch.search.config import BudgetConfig, GradientConfig, RacingConfig, RacingMark
 from ropesearch.search.operators import NUM_STRETCHES, exchange
+from ropesearch.search.optimizers import make_sampler as sampler_of
 from ropesearch.search.run import SearchResult
-from ropesearch.search.sampler import known_candidates
+from ropesearch.search.sampler import CandidateSampler, known_candidates
 from ropesearch.search.space import Candidate
 from ropesearch.search.storage import JOURNAL_NAME
 from ropesearch.search.trials import (
@@ -27,17 +30,20 @@ from ropesearch.search.trials import (
     METHOD,
     OWNER,
     PLAN,
+    REGIME,
     SECONDS,
     Step,
     ranked,
     recorded_candidate,
     recorded_regime,
     recorded_steps,
+    regime_json,
     step_key,
 )
 from tests.search.analytic import (
     BASELINES,
     NUM_WINDOWS,
+    SEEDS,
     TARGET_LENGTH,
     differentiate,
     distance,
@@ -140,7 +146,7 @@ def test_a_leg_is_taken_apart_first(smoothly: list[FrozenTrial]) -> None:
     """Stretch by stretch: what the descent has left and what it came to, nothing else."""
     trials = smoothly
     sampler = make_sampler(optimizer=GRADIENT)
-    leg = legs_of(trials)[1][0]
+    leg = legs_of(trials)[0][0]
     start = sampler.space.repair(recorded_regime(trials[leg.user_attrs[PLAN]["start"]], TARGET_LENGTH))
     came_to = recorded_candidate(leg)
     assert came_to is not None
@@ -172,6 +178,83 @@ def test_moves_begin_at_the_best_of_all_be_it_a_baseline(
         moved: list[Candidate] = []
         sampler.propose([*known, trial_of(len(known), {}, None, TrialState.RUNNING)], len(known))
         assert set(moved) == {sampler.space.repair(recorded_regime(best, TARGET_LENGTH))}
+
+
+def raced_sampler(
+    num_windows: int = 16,
+    mark: RacingMark = RacingMark.finalists,
+    objective: Objective = Objective(),  # noqa: B008
+    num_starts: int = 1,
+) -> CandidateSampler:
+    space, config = make_sampler().space, GradientConfig(num_starts=num_starts)
+    return sampler_of(space, config, 0, SEEDS, len(BASELINES), num_windows, objective, RacingConfig(mark=mark))
+
+
+def after_moves(trials: list[FrozenTrial], num_moves: int, gained: float) -> list[FrozenTrial]:
+    """The baselines, and moves of which one has gained so much."""
+    space = make_sampler().space
+    best = ranked(trials[:4])[0].values[0]
+    known = [*trials[:4]]
+    for number in range(4, 4 + num_moves):
+        candidate = space.decode(np.full(space.num_dimensions, number / 20))
+        attributes = {**carrying(candidate), REGIME: regime_json(space.regime(candidate))}
+        known.append(trial_of(number, attributes, best - gained if number == 8 else best + 1))
+    return known
+
+
+def test_raced_moves_come_before_the_first_leg_which_begins_at_the_best_baseline(smoothly: list[FrozenTrial]) -> None:
+    sampler = raced_sampler()
+    assert sampler.num_first_steps == 0
+    for num_moves in range(8):
+        trials = after_moves(smoothly, num_moves, 1.0)
+        assert sampler.plan(trials, len(trials)) is None
+    starts = [trial.number for trial in ranked(smoothly[:4]) if trial.number]
+    trials = after_moves(smoothly, 8, 1.0)
+    plan = sampler.plan(trials, 12)
+    assert plan is not None and (plan["chain"], plan["start"], plan["num_steps"]) == (0, starts[0], 16)
+    trials.append(trial_of(12, {METHOD: "searched", PLAN: plan}, None, TrialState.RUNNING))
+    assert sampler.plan(trials, 13) is None
+    other = raced_sampler(num_starts=2).plan(trials, 13)
+    assert other is not None and (other["chain"], other["start"]) == (1, starts[1])
+
+
+def test_what_the_first_moves_and_the_leg_have_found_is_put_together(smoothly: list[FrozenTrial]) -> None:
+    """Whichever is the best gets stretches of the other; the baseline's where no move was better."""
+    sampler = raced_sampler()
+    leg = legs_of(smoothly)[0][0]
+    came_to = recorded_candidate(leg)
+    start = ranked(smoothly[:4])[0]
+    assert came_to is not None and start.number
+    for gained, leg_gained in ((1.0, 2.0), (2.0, 1.0), (-1.0, 1.0), (-1.0, -1.0)):
+        trials = after_moves(smoothly, 8, gained)
+        before = recorded_candidate(trials[8]) if gained > 0 else None
+        before = before or sampler.space.repair(recorded_regime(start, TARGET_LENGTH))
+        plan = sampler.plan(trials, 12)
+        attributes = {**leg.user_attrs, METHOD: "searched", PLAN: plan}
+        trials.append(trial_of(12, attributes, start.values[0] - leg_gained))
+        best = came_to if leg_gained > max(gained, 0.0) else before
+        expected = [exchange(sampler.space, best, came_to, before, part) for part in range(NUM_STRETCHES + 1)]
+        known = known_candidates(trials, -1)
+        first = next(candidate for candidate in expected if candidate not in known and candidate != before)
+        assert sampler.propose([*trials, trial_of(13, {}, None, TrialState.RUNNING)], 13) == first
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"mark": RacingMark.none},
+        {"num_windows": 2},
+        {"objective": Objective(needle_weight=0.5)},
+        {"objective": Objective(guarded_tokens=4)},
+    ],
+)
+def test_where_moves_are_not_raced_or_there_is_a_guard_a_leg_comes_first(
+    smoothly: list[FrozenTrial], changes: dict[str, Any]
+) -> None:
+    sampler = raced_sampler(**changes)
+    assert sampler.num_first_steps > 0
+    plan = sampler.plan(smoothly[:4], 4)
+    assert plan is not None and plan["start"] == next(trial.number for trial in ranked(smoothly[:4]) if trial.number)
 
 
 def test_more_descents_than_baselines_are_refused() -> None:

@@ -26,6 +26,7 @@ from ropesearch.search.config import (
     EvolutionConfig,
     GradientConfig,
     OptimizerConfig,
+    RacingConfig,
     RandomConfig,
     SpaceConfig,
     TPEConfig,
@@ -83,7 +84,7 @@ def sampler_of(name: str, space_name: str, seed: int = 0) -> CandidateSampler:
 
 def made(space: Space, config: OptimizerConfig, seed: int = 0, with_seeds: bool = True) -> CandidateSampler:
     seeds = baseline_regimes(space.geometry, space.target_length)[1:] if with_seeds else []
-    return make_sampler(space, config, seed, seeds, NUM_BASELINES, NUM_WINDOWS, Objective())
+    return make_sampler(space, config, seed, seeds, NUM_BASELINES, NUM_WINDOWS, Objective(), RacingConfig())
 
 
 PLACES = np.linspace(-1, 1, 8)
