@@ -31,6 +31,7 @@ from ropesearch.search.config import (
     SelectionConfig,
     TPEConfig,
 )
+from ropesearch.search.optimizers import make_sampler as sampler_of
 from ropesearch.search.racing import CHANCE, LEAST_WINDOWS, Racing, Rule, race_rule
 from ropesearch.search.run import SearchResult
 from ropesearch.search.storage import JOURNAL_NAME
@@ -44,7 +45,7 @@ from ropesearch.search.trials import (
     recorded_windows,
 )
 from ropesearch.search.worker import SearchEvent
-from tests.search.analytic import BASELINES, EVOLUTION, distance, make_sampler, run, search_in
+from tests.search.analytic import BASELINES, EVOLUTION, SEEDS, distance, make_sampler, run, search_in
 from tests.search.test_sampler import trial_of
 from tests.search.test_worker import Killed, contents, study_of
 
@@ -492,7 +493,8 @@ def test_legs_of_a_descent_are_scored_whole(tmp_path: Path) -> None:
         return Step(window=window, nats_per_token=1.0, gradient=(0.1,) * len(regime.factors) + (0.0,))
 
     folder = tmp_path / "gradient"
-    sampler = make_sampler(optimizer=GradientConfig(num_candidates=24, num_starts=1))
+    space, config = make_sampler().space, GradientConfig(num_candidates=24)
+    sampler = sampler_of(space, config, 0, SEEDS, len(BASELINES), NUM_WINDOWS, Objective(), RacingConfig())
     racing = Racing(
         evaluate=window_score, num_windows=NUM_WINDOWS, window_cost_tokens=2, objective=Objective(), rule=GREEDY
     )
@@ -509,7 +511,7 @@ def test_legs_of_a_descent_are_scored_whole(tmp_path: Path) -> None:
     )
     trials = study_of(folder).get_trials()[4:]
     legs = [trial for trial in trials if PLAN in trial.user_attrs]
-    assert legs and all(trial.state is TrialState.COMPLETE for trial in legs)
+    assert legs[0].number == 4 + 8 and all(trial.state is TrialState.COMPLETE for trial in legs)
     assert not any("mark" in trial.user_attrs for trial in legs)
     moves = [trial for trial in trials if PLAN not in trial.user_attrs]
     assert any(trial.state is TrialState.PRUNED for trial in moves)
