@@ -9,7 +9,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 from optuna.trial import FrozenTrial, TrialState
 
@@ -196,7 +195,7 @@ def after_moves(trials: list[FrozenTrial], num_moves: int, gained: float) -> lis
     best = ranked(trials[:4])[0].values[0]
     known = [*trials[:4]]
     for number in range(4, 4 + num_moves):
-        candidate = space.decode(np.full(space.num_dimensions, number / 20))
+        candidate = Candidate(tuple(10 * number + 20 * pair for pair in range(space.num_pairs)), number, 0)
         attributes = {**carrying(candidate), REGIME: regime_json(space.regime(candidate))}
         known.append(trial_of(number, attributes, best - gained if number == 8 else best + 1))
     return known
