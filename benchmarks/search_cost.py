@@ -469,7 +469,8 @@ def main() -> int:
     values = {"comparisons": comparisons(whole), "at_equal_cost": rows, "results": whole, "early": early}
     write_json(RESULTS / "search_cost.json", values)
     write_bytes(RESULTS / "search_cost.md", table(whole, rows).encode())
-    plot(RESULTS / "search_cost.png", whole)
+    if whole:
+        plot(RESULTS / "search_cost.png", whole)
     print(table(whole, rows), end="")
     return 0
 
