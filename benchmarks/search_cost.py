@@ -4,7 +4,8 @@
 
 Every run is a search of its own in OUT (by default runs/search_cost), with the same space, windows and baselines for
 all optimizers. The default races, as it does in a job; the reference is also run raced, to as many candidates as it has
-without, to see what that saves and what it costs. Stopped and started again it goes on where it was; started twice, the
+without, to see what that saves and what it costs. More seeds of both are run for their first evaluations alone, to
+compare them at equal cost while little is spent. Stopped and started again it goes on where it was; started twice, the
 two share the work. --only takes the runs whose name holds TEXT. The second model is trained by
 benchmarks/second_model.py; without it its runs are left out. At the end benchmarks/results/search_cost.{json,md,png}
 are written anew, of all runs that are there.

@@ -229,7 +229,7 @@ def _check_at_least(name: str, value: int, least: int) -> None:
 
 @dataclass(kw_only=True)
 class GradientConfig(OptimizerConfig):
-    """Stochastic gradient steps on factors and attention factor, each on one window, then moves of the best."""
+    """Stochastic gradient steps on factors and attention factor, each on one window, and moves of the best."""
 
     num_candidates: int = setting(
         128, "candidates after which the search ends: legs of descents, which cost gradient steps besides, and moves"

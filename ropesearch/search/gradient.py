@@ -1,4 +1,4 @@
-"""Gradient search: a stochastic descent, then moves of the best."""
+"""Gradient search: a stochastic descent, and moves of the best before and after it."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
@@ -42,7 +42,7 @@ _CHAIN, _START, _LEGS = "chain", "start", "legs"
 
 
 class GradientSampler(CandidateSampler):
-    """Projected stochastic gradient on the logs of factors and attention factor (see descent.py), then moves.
+    """Projected stochastic gradient on the logs of factors and attention factor (see descent.py), and moves.
 
     The seeds are not scored again: descents begin at the best scored of the seed regimes among the baselines. A trial
     is a leg of a descent: as many gradient steps as there are windows (eight at least, in fours), each on one of them,
