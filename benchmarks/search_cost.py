@@ -338,7 +338,7 @@ def at_equal_cost(whole: Mapping[str, dict[str, Any]], early: Mapping[str, dict[
                 above = [
                     held_out_at(default, mark) - held_out_at(reference, mark)
                     for default, reference in pairs
-                    if default["curve"][-1]["evaluations"] > mark - 1  # the next trial would not have fitted
+                    if default["curve"][-1]["evaluations"] > mark - 1  # else it has ended before
                 ]
                 if above:
                     found.append({"case": case.name, "evaluations": mark, "above": above})

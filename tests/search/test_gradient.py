@@ -182,11 +182,12 @@ def test_moves_begin_at_the_best_of_all_be_it_a_baseline(
 def raced_sampler(
     num_windows: int = 16,
     mark: RacingMark = RacingMark.finalists,
-    objective: Objective = Objective(),  # noqa: B008
+    objective: Objective | None = None,
     num_starts: int = 1,
 ) -> CandidateSampler:
     space, config = make_sampler().space, GradientConfig(num_starts=num_starts)
-    return sampler_of(space, config, 0, SEEDS, len(BASELINES), num_windows, objective, RacingConfig(mark=mark))
+    racing = RacingConfig(mark=mark)
+    return sampler_of(space, config, 0, SEEDS, len(BASELINES), num_windows, objective or Objective(), racing)
 
 
 def after_moves(trials: list[FrozenTrial], num_moves: int, gained: float) -> list[FrozenTrial]:
